@@ -193,7 +193,7 @@ class Static:
 @pytest.mark.parametrize("form", ["whole", "by part"])
 def test_values_in_memory_of_cuda_graphs_are_copied(form, monkeypatch):
     for module in (runs, unversioned):
-        monkeypatch.setattr(module, "graphs_own_memory", lambda: True)
+        monkeypatch.setattr(module, "may_use_cudagraph_memory", lambda: True)
     model, batches = nn.Sequential(nn.Linear(8, 8), nn.Flatten(), nn.Linear(8, 2)), (X, X + 1)
     expected = [hl.features(model, x, ["0", "1"]) for x in batches]
     run = torch.compile(model, backend=Static()) if form == "whole" else model

@@ -9,24 +9,24 @@ modules that `OPEN` names. docs/architecture.md draws the rooms.
 from hookline.engine.attention.pattern import QueryBlocks
 from hookline.engine.autograd.view_hooks import GradHook, hook_value
 from hookline.engine.compile.compiled_modules import (
-    Borders, inside_compiled, is_compiled, uncompiled,
+    Borders, force_eager, is_compiled, unwrap_compiled,
 )
 from hookline.engine.compile.graph_callback import (
-    Callback, InBlocks, SplitCallback, defaults_by_name, graph_snapshot, snapshot,
+    Callback, InBlocks, SplitCallback, bind_own_defaults, graph_snapshot, snapshot,
 )
 from hookline.engine.compile.runs import CompiledRun
 from hookline.engine.distributed.parallel_ranks import (
-    gathered, split_parameters, split_ranks, summed,
+    gather_stacked, reduce_partial, split_parameters, split_ranks,
 )
 from hookline.engine.distributed.rendezvous import (
-    TIMEOUT_S, failures_of, gather_json, has_come, note_failure, ranks_of, say_by_rank,
+    TIMEOUT_S, failures_of, gather_json, note_failure, ranks_of, say_by_rank, wait_for_keys,
 )
-from hookline.engine.distributed.whole_weights import joined, whole_weights
+from hookline.engine.distributed.whole_weights import gather_last_dim, whole_weights
 from hookline.engine.gradients.port_taps import GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.tap import (
-    GradientCallback, GradientTap, NO_BACKWARD, PendingGradient, guarded,
+    GradientCallback, GradientTap, NO_BACKWARD, PendingGradient, call_refusing_writes,
 )
-from hookline.engine.line.attachment import AtEnd, Attachment, surely
+from hookline.engine.line.attachment import AtEnd, Attachment, retry_interrupted
 from hookline.engine.line.handle import HookHandle
 from hookline.engine.line.line import Bound, Line
 from hookline.engine.line.registration import Node, Registrations
@@ -38,7 +38,7 @@ from hookline.engine.operations.mode import operations_on
 from hookline.engine.operations.operation import Operation
 from hookline.engine.passes.as_recomputation import as_recomputation
 from hookline.engine.passes.calls import Calls
-from hookline.engine.passes.checkpointing import same_draws, stop_all
+from hookline.engine.passes.checkpointing import end_thread_passes, same_draws
 from hookline.engine.passes.modes import (
     has_numbers, innermost, is_transformed, plain, without_autocast,
 )
@@ -47,7 +47,7 @@ from hookline.engine.pytree.call_arguments import Arguments
 from hookline.engine.pytree.hidden_tensors import every_tensor, tensor_holder
 from hookline.engine.pytree.tree import local_shards
 from hookline.engine.report.replaced_parts import Lapse
-from hookline.engine.report.report import Report, facts
+from hookline.engine.report.report import Report, header_facts
 from hookline.engine.selection.model_parts import has_parts, register_parts, sites_of_part
 from hookline.engine.selection.module_tree import (
     ModuleNode, ModuleTree, OperationNode, ParameterNode, module_tree, require_model,
@@ -66,30 +66,32 @@ from hookline.engine.taps.forward import OutputTap
 from hookline.engine.taps.operations import ModeTap
 from hookline.engine.taps.optimizer_steps import OptimizerSteps, closure_of, parameter_ids
 from hookline.engine.torch_private.autograd import (
-    at_end_of_backward, backward_number, hook_gradient, hook_node, hook_node_before,
-    outer_backward, pop_saved_tensors_hooks, push_saved_tensors_hooks, version_counter,
+    at_end_of_backward, backward_number, hook_gradient, hook_node, outer_backward,
+    pop_saved_tensors_hooks, prehook_node, push_saved_tensors_hooks, version_counter,
 )
 from hookline.engine.torch_private.distributed import (
-    calls_of_sharded, clone_locally, default_store, fsdp1_parts, full_value,
-    is_dtensor, is_flat, is_grouped, is_split, is_summand, layout_of, local_part, reshard, sharding,
-    split_over, unwrapped, waiting_gradients,
+    clone_locally, default_store, gather_full, gradient_split_groups, has_process_group, is_dtensor,
+    is_flat_parameter, is_partial_dtensor, is_tensor_parallel, layout_json, local_part,
+    ranks_by_fsdp1_parameter, record_fsdp2_calls, reshard, sharding_kind, unreduced_gradients,
+    unwrap_ddp,
 )
 from hookline.engine.torch_private.dynamo import (
-    TracingAttachError, dynamo_config, has_compiled, while_tracing,
+    TracingAttachError, dynamo_config, may_have_compiled, while_tracing,
 )
-from hookline.engine.torch_private.graph.checkpoint import aside, is_recomputing
+from hookline.engine.torch_private.graph.checkpoint import is_recomputing, outside_checkpoint
 from hookline.engine.torch_private.graph.dispatch import (
     storage_address, without_function_modes, without_modes,
 )
 from hookline.engine.torch_private.graph.foreach import copy_all, subtract_from_all
 from hookline.engine.torch_private.graph.function_modes import is_exported
 from hookline.engine.torch_private.graph.nodes import (
-    at_end_of_inner_backward, kept_by, memory_of, next_number, nodes_below, nodes_of_loss,
-    number_of, running_node, saved_by, traced_node, workspace_of,
+    at_end_of_inner_backward, memory_key_and_size, next_number, node_number, nodes_below,
+    nodes_of_loss, raw_saved_by, rnn_workspace_bytes, running_node, running_node_traceback,
+    saved_by,
 )
 from hookline.engine.torch_private.graph.operations import ON_NESTED, OperationCounter
 from hookline.engine.torch_private.graph.shapes_only import (
-    ShapesOnly, flags_of, is_sharded, why_no_shapes,
+    FakeModel, is_fsdp2, module_flags, why_not_fakeable,
 )
 from hookline.engine.torch_private.hooks import (
     HOOK_DICTS, discard_hook, discard_hooks_of, global_hooks, hook_dict, tensor_hook_dict,
@@ -97,11 +99,11 @@ from hookline.engine.torch_private.hooks import (
 )
 from hookline.engine.torch_private.inductor import compile_graph
 from hookline.engine.torch_private.modes import (
-    is_of_older_vmap, is_ordinary, is_wrapped, without_older_vmap,
+    is_legacy_batched, is_plain_eager, is_wrapped, unwrap_legacy_vmap,
 )
 from hookline.engine.torch_private.modules import (
-    PYTHON_NODE, buffers, has_forward, holds_compiled_call, is_leaf, is_scripted, parameters,
-    unwrap,
+    PYTHON_NODE, has_forward, holds_compiled_call, is_scripted, is_uncompiled_leaf, own_buffers,
+    own_parameters, unwrap,
 )
 from hookline.util.hidden import hides
 

@@ -22,8 +22,8 @@ from xxhash import xxh3_128
 from hookline.engine.provenance import Provenance, device_of, flags_here, versions_here
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import attributes, local_shards
-from hookline.engine.torch_private.distributed import full_value, is_dtensor, own_class
-from hookline.engine.torch_private.modules import parts_of_sparse, unwrapping
+from hookline.engine.torch_private.distributed import class_before_fsdp2, gather_full, is_dtensor
+from hookline.engine.torch_private.modules import parts_of_sparse, wrapper_chain
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _COMPILED = re.compile(r"\._orig_mod\b")  # of a path through a module that torch.compile wraps
@@ -66,13 +66,13 @@ def model_identity(model: nn.Module, *, whole: bool = False, sampled: bool = Fal
             the same model in one process. False takes of them what this rank holds.
         sampled: read only 64 blocks of each tensor of more than 1 MiB.
     """
-    model = unwrapping(model)[-1]
-    kind = own_class(model)
+    model = wrapper_chain(model)[-1]
+    kind = class_before_fsdp2(model)
     return {
         "type": f"{kind.__module__}.{kind.__qualname__}",
         "structure": _short("\n".join(map(": ".join, _module_texts(model).items())).encode()),
         "weights": _weights(model, whole=whole, sampled=sampled),
-        "code": _code(model),
+        "code": _code_fingerprints(model),
         "attributes": _attributes(model),
     }
 
@@ -89,7 +89,7 @@ def _module_texts(model: nn.Module) -> dict[str, str]:
 def _own_modules(model: nn.Module) -> list[tuple[str, nn.Module, type]]:
     """Return path, module and class, as if torch.compile had wrapped no module."""
     modules = dict(model.named_modules())
-    kinds = map(own_class, modules.values())
+    kinds = map(class_before_fsdp2, modules.values())
     return [
         (_COMPILED.sub("", path), module, kind)
         for (path, module), kind in zip(modules.items(), kinds, strict=True)
@@ -105,7 +105,7 @@ def _weights(model: nn.Module, *, whole: bool = False, sampled: bool = False) ->
     }
     for name in sorted(named):
         tensor = named[name].detach()
-        tensor = full_value(tensor) if whole and is_dtensor(tensor) else local_shards(tensor)
+        tensor = gather_full(tensor) if whole and is_dtensor(tensor) else local_shards(tensor)
         digest.update(f"{name} {describe.in_words(tensor)}".encode())
         digest.update(_bytes_of(_sample(tensor) if sampled else tensor))
     return digest.hexdigest()
@@ -122,8 +122,8 @@ def _sample(tensor: Any) -> Any:
     return torch.cat([flat[start : start + size] for start in starts])
 
 
-def _code(model: nn.Module) -> dict[str, str]:
-    kinds = dict.fromkeys(map(own_class, model.modules()))
+def _code_fingerprints(model: nn.Module) -> dict[str, str]:
+    kinds = dict.fromkeys(map(class_before_fsdp2, model.modules()))
     parts = {kind: _short(_class_bytes(kind)) for kind in kinds if not _is_torchs(kind)}
     digests: dict[str, str] = {}
     for kind in sorted(parts, key=lambda kind: (kind.__qualname__, kind.__module__)):
@@ -139,7 +139,7 @@ def _class_bytes(kind: type) -> bytes:
             continue
         for name, member in sorted(vars(part).items()):
             for function in _functions_of(member):
-                parts.append(name.encode() + _described(function.__code__, frozenset()))
+                parts.append(name.encode() + _identity_bytes(function.__code__, frozenset()))
             if isinstance(member, _PLAIN) and not name.startswith("__"):
                 parts.append(f"{name}={member!r}".encode())
     return b"".join(b"%d:%b" % (len(part), part) for part in parts)
@@ -173,7 +173,7 @@ def _attributes(model: nn.Module) -> dict[str, str]:
         for name, value in vars(module).items():
             if name != "training" and not name.startswith("_") and _is_plain(value):
                 texts.setdefault(f"{kind.__qualname__}.{name}", []).append(repr(value))
-    return {key: _summed(texts[key]) for key in sorted(texts)}
+    return {key: _text_or_digest(texts[key]) for key in sorted(texts)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -182,7 +182,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _summed(texts: list[str]) -> str:
+def _text_or_digest(texts: list[str]) -> str:
     if len(set(texts)) == 1 and len(texts[0]) <= _MOST_SHOWN:
         return texts[0]
     return f"fingerprint {_short(repr(texts).encode())}"
@@ -292,7 +292,7 @@ def recorded_model(model: nn.Module) -> RecordedModel | None:
     code = _short(repr(identity["code"]).encode())
     return RecordedModel(
         identity["type"], identity["structure"], identity["weights"], code, versions_here(),
-        device_of(model), flags_here(), _module_texts(unwrapping(model)[-1]),
+        device_of(model), flags_here(), _module_texts(wrapper_chain(model)[-1]),
         any(map(is_dtensor, (*model.parameters(), *model.buffers()))),
     )  # fmt: skip
 
@@ -308,10 +308,10 @@ def function_identity(function: Callable[..., Any] | None) -> str | None:
         return None
     name = getattr(function, "__qualname__", type(function).__qualname__)
     # Without the scope: the function that a call was moved into does not change what is computed.
-    return f"{name.rpartition('.')[2]} {_short(_described(function, frozenset()))}"
+    return f"{name.rpartition('.')[2]} {_short(_identity_bytes(function, frozenset()))}"
 
 
-def _described(value: Any, within: frozenset[int]) -> bytes:
+def _identity_bytes(value: Any, within: frozenset[int]) -> bytes:
     """Return bytes that tell what a function does: of code what is executed, of data its values.
 
     Args:
@@ -321,7 +321,7 @@ def _described(value: Any, within: frozenset[int]) -> bytes:
     if id(value) in within:
         return b"itself"
     inside = within | {id(value)}
-    parts = [_described(part, inside) for part in _parts(value)]
+    parts = [_identity_bytes(part, inside) for part in _parts(value)]
     if isinstance(value, set | frozenset):
         parts.sort()  # their order differs between processes
     # The lengths keep neighbours apart: (1, 23) is not (12, 3).

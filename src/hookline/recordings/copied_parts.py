@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hookline.engine import is_dtensor, layout_of, local_part
+from hookline.engine import is_dtensor, layout_json, local_part
 from hookline.errors import warn
 from hookline.files.safetensors_file import flat_bytes
 from hookline.recordings.placements import Layout
@@ -20,7 +20,7 @@ def copies_of(tensors: Sequence[Tensor]) -> list[CopyText]:
     """Describe the copies that this rank has, one for each tensor."""
     texts: list[CopyText] = []
     for tensor in tensors:
-        layout = Layout.from_json(layout_of(tensor)) if is_dtensor(tensor) else None
+        layout = Layout.from_json(layout_json(tensor)) if is_dtensor(tensor) else None
         texts.append(None if layout is None else copy_text(layout, local_part(tensor)))
     return texts
 

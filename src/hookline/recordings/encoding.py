@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.text import torch_name
-from hookline.engine import is_dtensor, layout_of, local_part
+from hookline.engine import is_dtensor, layout_json, local_part
 from hookline.engine.pytree import describe, tree
 from hookline.files.safetensors_file import DTYPE_NAMES
 from hookline.recordings.placements import Layout, Part
@@ -179,7 +179,7 @@ def _no_tensor(tensor: Any) -> Any:
 
 def _encode_tensor(value: Tensor, store_tensor: StoreTensor, lost: Lost) -> Any:
     # Decoded, a part is a plain tensor; only the layout says where it lies in the whole.
-    of_shard = {SHARD: layout_of(value)} if is_dtensor(value) else {}
+    of_shard = {SHARD: layout_json(value)} if is_dtensor(value) else {}
     value = local_part(value)
     if not _is_storable(value):
         return _lost(f"{describe.in_full(value)}, {value.layout}", lost)

@@ -36,7 +36,7 @@ from hookline.engine import (
     Site,
     as_written,
     gather_json,
-    is_grouped,
+    has_process_group,
     ranks_of,
     say_by_rank,
 )
@@ -332,7 +332,7 @@ def _read_site(row: Mapping[str, Any]) -> Site:
 
 def is_one_of_many(group: Any) -> bool:
     """Return whether this process is one of several ranks of a group."""
-    return is_grouped() and dist.get_world_size(group) > 1
+    return has_process_group() and dist.get_world_size(group) > 1
 
 
 def write_ranks(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hookline.engine import TIMEOUT_S, is_dtensor, layout_of
+from hookline.engine import TIMEOUT_S, is_dtensor, layout_json
 from hookline.engine.pytree import describe, tree
 from hookline.errors import StructureError
 from hookline.recordings.index import Key, Lookup
@@ -60,7 +60,7 @@ class Lookups(Mapping[str, Any]):
         """Return the layout of each DTensor of which a value of a site holds this rank's part."""
         placed: dict[int, Part] = {}
         value = self._only(key, partial(_loaded, placed))
-        live = [layout_of(tensor) for _, tensor in tree.tensors(value) if is_dtensor(tensor)]
+        live = [layout_json(tensor) for _, tensor in tree.tensors(value) if is_dtensor(tensor)]
         layouts = [layout for layout, _ in placed.values()]
         return layouts + [layout for data in live if (layout := Layout.from_json(data))]
 

@@ -22,7 +22,7 @@ from hookline.display.text import listed, type_and_line
 from hookline.engine import (
     Site,
     failures_of,
-    full_value,
+    gather_full,
     gather_json,
     is_dtensor,
     local_part,
@@ -146,7 +146,7 @@ def full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
     for tensor, column in zip(value.tensors, columns(nodes), strict=True):
         if is_dtensor(tensor):
             with ask.exchanging():
-                wholes.append(full_value(tensor))
+                wholes.append(gather_full(tensor))
         else:
             shapes = [node["shape"] for node in column]
             wholes.append(torch.cat(_gather(ask, tensor, shapes), dim or 0))

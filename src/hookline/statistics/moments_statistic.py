@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.engine import is_ordinary, is_wrapped
+from hookline.engine import is_plain_eager, is_wrapped
 from hookline.errors import InputError
 from hookline.statistics.batched_moments import MOST_NUMEL, batched_moments
 from hookline.statistics.compiled import LONGEST, CompiledReduction, Reduction
@@ -84,7 +84,7 @@ class MomentsStatistic:
             RuntimeError: torch cannot read the tensor's numbers.
         """
         check_slots(slots, self.n_slots)
-        if torch.compiler.is_compiling() or not is_ordinary():
+        if torch.compiler.is_compiling() or not is_plain_eager():
             for part in to_measure(value):
                 if part.numel():
                     slots = _reduce(slots, real(part).reshape(-1))
@@ -136,9 +136,9 @@ class MomentsStatistic:
         Returns:
             The slots of each tensor; None where the tensors must be measured one by one.
         """
-        if is_ordinary() and tensors and all(map(may_share_a_batch, tensors)):
+        if is_plain_eager() and tensors and all(map(may_share_a_batch, tensors)):
             return self._measure_on_gpus(tensors)
-        if not is_ordinary() or not all(map(_is_flat, tensors)):
+        if not is_plain_eager() or not all(map(_is_flat, tensors)):
             return None
         native = self._meter.native(sum(map(Tensor.numel, tensors)))
         if native is not None and all(tensor.dtype is torch.float32 for tensor in tensors):

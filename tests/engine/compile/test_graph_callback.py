@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from hookline.engine.compile.graph_callback import defaults_by_name
+from hookline.engine.compile.graph_callback import bind_own_defaults
 
 
 def keyword_only(value, *, k=2):
@@ -31,7 +31,7 @@ def several(module, args, output=None, k=2, extra=1):
     ],
 )
 def test_defaults_that_nobody_fills_are_given_by_name(function, given, named):
-    bound = defaults_by_name(function, len(given))
+    bound = bind_own_defaults(function, len(given))
     assert bound.keywords == named
     assert bound(*given) == function(*given)
 
@@ -40,5 +40,5 @@ def test_defaults_that_nobody_fills_are_given_by_name(function, given, named):
     "function", [keyword_only, abs, functools.partial(several, k=3), lambda value: value]
 )
 def test_a_function_without_such_defaults_is_left_alone(function):
-    assert defaults_by_name(function, 1) is function
-    assert defaults_by_name(several, 5) is several
+    assert bind_own_defaults(function, 1) is function
+    assert bind_own_defaults(several, 5) is several

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 import hookline as hl
 from hookline.engine.compile import guards as marks
-from hookline.engine.line.attachment import surely
+from hookline.engine.line.attachment import retry_interrupted
 from thoroughness import tries
 
 # Dynamo looks at the .grad of whatever comes into a graph, with or without hooks.
@@ -176,14 +176,14 @@ def test_a_marked_module_does_what_it_did_and_is_restored(own):
         module.forward = OWN[own](module)
     before, expected = vars(module).get("forward"), module(X)
     for owner in (OWNER, OTHER, OWNER):
-        marks.mark(module, owner)
+        marks.mark_forward(module, owner)
         assert vars(module)["forward"] is not before
         assert torch.equal(module(X), expected)
     for owner in (OWNER, OWNER):
-        marks.unmark(module, owner)
+        marks.unmark_forward(module, owner)
         assert vars(module)["forward"] is not before
-    marks.unmark(module, OTHER)
-    marks.unmark(module, OTHER)
+    marks.unmark_forward(module, OTHER)
+    marks.unmark_forward(module, OTHER)
     assert vars(module).get("forward") is before
     assert ("forward" in vars(module)) == (own is not None)
 
@@ -195,7 +195,9 @@ def test_an_interrupt_at_any_line_of_unmarking_leaves_no_mark(interrupted):
         of_line = marks.Marks()
         of_line.add([module])
         assert "forward" in vars(module)
-        is_interrupted = interrupted(step, (marks.__name__,), partial(surely, of_line.clear))
+        is_interrupted = interrupted(
+            step, (marks.__name__,), partial(retry_interrupted, of_line.clear)
+        )
         assert "forward" not in vars(module), step
         assert module not in marks._owners, step
     assert step > 8
@@ -205,13 +207,13 @@ def test_a_mark_is_the_same_for_the_same_kinds_of_hooks_only():
     """Or each line would need code of its own; or none would be noticed."""
     module, codes = Step(), []
     for ports in ("output", "input", ("output", "input"), "output", "input"):
-        marks.mark(module, OWNER)
+        marks.mark_forward(module, OWNER)
         with hl.record(module, "linear", ports=ports):
             module(X)
-            marks.mark(module.linear, OWNER)
+            marks.mark_forward(module.linear, OWNER)
             codes.append(module.linear.forward.__func__.__code__)
         assert module.linear.forward.__func__.__code__ not in map(Same, codes)
-        marks.unmark(module.linear, OWNER)
+        marks.unmark_forward(module.linear, OWNER)
     assert len({id(code) for code in codes}) == 3
     assert codes[0] is codes[3]
     assert codes[1] is codes[4]
@@ -331,9 +333,9 @@ def test_inputs_have_the_same_names_under_a_mark(own):
     if own is not None:
         model[0].forward = OWN[own](model[0])
     before = str(inspect.signature(model[0].forward))
-    marks.mark(model[0], OWNER)
+    marks.mark_forward(model[0], OWNER)
     assert str(inspect.signature(model[0].forward)) == before
-    marks.unmark(model[0], OWNER)
+    marks.unmark_forward(model[0], OWNER)
 
 
 def test_inputs_of_a_forward_in_c_keep_their_names_under_a_mark():
@@ -342,12 +344,12 @@ def test_inputs_of_a_forward_in_c_keep_their_names_under_a_mark():
     found = []
     for is_marked in (False, True):
         if is_marked:
-            marks.mark(model[0], OWNER)
+            marks.mark_forward(model[0], OWNER)
         with hl.record(model, "0", ports="input") as seen:
             model[0](X, X)
         found.append(list(seen["0:input"]))
     assert found[0] == found[1]
-    marks.unmark(model[0], OWNER)
+    marks.unmark_forward(model[0], OWNER)
 
 
 class Alike(Step):
@@ -390,12 +392,12 @@ def test_modules_that_are_all_equal_are_marked_one_by_one(form):
 
 def test_a_mark_looks_like_the_forward_that_it_stands_for():
     module = Step()
-    marks.mark(module, OWNER)
+    marks.mark_forward(module, OWNER)
     assert module.forward.__doc__ == "One step."
     assert module.forward.__qualname__ == "Step.forward"
     assert module.forward.__annotations__ == Step.forward.__annotations__
     assert torch.equal(module(X, k=2.0), module(X) * 2)
-    marks.unmark(module, OWNER)
+    marks.unmark_forward(module, OWNER)
 
 
 def test_a_forward_that_needs_no_self_is_called_without():
@@ -405,17 +407,17 @@ def test_a_forward_that_needs_no_self_is_called_without():
             return x + 1
 
     module = Static()
-    marks.mark(module, OWNER)
+    marks.mark_forward(module, OWNER)
     assert torch.equal(module(X), X + 1)
-    marks.unmark(module, OWNER)
+    marks.unmark_forward(module, OWNER)
     assert vars(module).get("forward") is None
 
 
 def test_what_somebody_puts_in_the_place_of_a_mark_stays():
     module = Step()
-    marks.mark(module, OWNER)
+    marks.mark_forward(module, OWNER)
     module.forward = theirs = OWN["function"](module)
-    marks.unmark(module, OWNER)
+    marks.unmark_forward(module, OWNER)
     assert vars(module)["forward"] is theirs
 
 
@@ -427,13 +429,13 @@ def test_a_reloaded_forward_is_marked_with_the_new_code():
         return x + 1
 
     module = type("Net", (nn.Module,), {"forward": forward})()
-    marks.mark(module, OWNER)
+    marks.mark_forward(module, OWNER)
     assert torch.equal(module(X), X)
-    marks.unmark(module, OWNER)
+    marks.unmark_forward(module, OWNER)
     forward.__code__ = reloaded.__code__
-    marks.mark(module, OWNER)
+    marks.mark_forward(module, OWNER)
     assert torch.equal(module(X), X + 1)
-    marks.unmark(module, OWNER)
+    marks.unmark_forward(module, OWNER)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda module: pickle.loads(pickle.dumps(module))}
@@ -446,10 +448,10 @@ def test_copies_of_marked_modules_shed_it_and_are_their_own(how, own):
     module = Step()
     if own is not None:
         module.forward = OWN[own](module)
-    marks.mark(module, OWNER)
+    marks.mark_forward(module, OWNER)
     other = COPIES[how](module)
     marks.unmark_copy(other)
-    marks.unmark(module, OWNER)
+    marks.unmark_forward(module, OWNER)
     assert type(vars(other).get("forward")) is type(vars(module).get("forward"))
     with torch.no_grad():
         other.linear.weight.zero_()
@@ -463,7 +465,7 @@ def test_a_marked_module_that_nobody_holds_is_freed(own):
     module = Step()
     if own is not None:
         module.forward = OWN[own](module)
-    marks.mark(module, OWNER)
+    marks.mark_forward(module, OWNER)
     gone = weakref.ref(module)
     del module
     gc.collect()
@@ -584,5 +586,5 @@ def test_a_recompiled_graph_module_runs_its_new_graph():
 def test_marks_may_be_removed_while_they_are_renewed(monkeypatch):
     found = marks.Marks()
     found.add([nn.Linear(1, 1), nn.ReLU()])
-    monkeypatch.setattr(marks, "renew", lambda module: found.clear())
+    monkeypatch.setattr(marks, "renew_mark", lambda module: found.clear())
     assert found.renew() == []

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hookline.engine.distributed.whole_weights import joined, whole_weights
+from hookline.engine.distributed.whole_weights import gather_last_dim, whole_weights
 from hookline.engine.torch_private.distributed import is_dtensor
 
 
@@ -129,7 +129,7 @@ def test_fsdp2_and_splitting_together_are_undone(mesh):
 def test_parts_of_a_value_are_joined_as_the_weight_is_split(mesh):
     part = torch.randn(3, 2)
     weight = distribute_tensor(torch.ones(2, 4), mesh, [Shard(1)])
-    assert joined(part, weight, 2) is part
-    assert joined(part, None, 4) is part
-    assert torch.equal(joined(part, weight, 4), part)  # all parts of one rank
-    assert torch.equal(joined(distribute_tensor(part, mesh, [Shard(1)]), weight, 4), part)
+    assert gather_last_dim(part, weight, 2) is part
+    assert gather_last_dim(part, None, 4) is part
+    assert torch.equal(gather_last_dim(part, weight, 4), part)  # all parts of one rank
+    assert torch.equal(gather_last_dim(distribute_tensor(part, mesh, [Shard(1)]), weight, 4), part)

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 import hookline as hl
 from hookline.engine.compile.compiled_modules import Borders
-from hookline.engine.compile.notes import note_on
+from hookline.engine.compile.notes import explain_error
 from hookline.engine.line import compiled as module
 from hookline.engine.line.compiled import stale_forward
 from hookline.engine.selection.site import Site
@@ -429,7 +429,7 @@ def test_two_threads_that_first_meet_dynamo_leave_nothing(monkeypatch, left_as_f
         line = hl.record(model, every_thread=True)
     line._line._compiled._lock = lock
     meanwhile = Meanwhile(lambda: model(torch.ones(1, 2)), lock)
-    monkeypatch.setattr(module, "not_alone", meanwhile)
+    monkeypatch.setattr(module, "never_compile_alone", meanwhile)
     model(torch.ones(1, 2))
     meanwhile.end()
     line.remove()
@@ -440,7 +440,7 @@ def test_two_threads_that_first_meet_dynamo_leave_nothing(monkeypatch, left_as_f
 def test_a_line_that_ends_as_a_pass_begins_leaves_no_mark(monkeypatch, left_as_found):
     model, lock = nn.Sequential(nn.Linear(2, 2)), ToldLock()
     before, prepare = left_as_found(model), Tap.prepare
-    monkeypatch.setattr(module, "has_compiled", lambda: False)
+    monkeypatch.setattr(module, "may_have_compiled", lambda: False)
     line = hl.record(model, every_thread=True)
     line._line._compiled._lock, line._line.options.quiet = lock, True
     meanwhile = Meanwhile(line.remove, lock)
@@ -450,7 +450,7 @@ def test_a_line_that_ends_as_a_pass_begins_leaves_no_mark(monkeypatch, left_as_f
         prepare(tap)
 
     monkeypatch.setattr(Tap, "prepare", slowly)
-    monkeypatch.setattr(module, "has_compiled", lambda: True)
+    monkeypatch.setattr(module, "may_have_compiled", lambda: True)
     model(torch.ones(1, 2))
     meanwhile.end()
     assert left_as_found(model) == before
@@ -469,18 +469,18 @@ class FailOnRecompileLimitHit(Exception):
 
 def test_what_dynamo_cannot_trace_is_said_of_the_last_hook():
     value, gradient = SITE, Site("fc", "grad_output", module_type="Linear")
-    assert "the hook at fc (Linear) cannot be" in note_on(Unsupported(), value)
-    assert "the gradients at fc:grad_output (Linear) cannot" in note_on(Unsupported(), gradient)
-    assert note_on(Unsupported(), None) is None
+    assert "the hook at fc (Linear) cannot be" in explain_error(Unsupported(), value)
+    assert "the gradients at fc:grad_output (Linear)" in explain_error(Unsupported(), gradient)
+    assert explain_error(Unsupported(), None) is None
 
 
 def test_at_the_recompile_limit_the_causes_are_named():
-    assert "torch._dynamo.config.recompile_limit" in note_on(FailOnRecompileLimitHit(), SITE)
-    assert "torch._dynamo.config.recompile_limit" in note_on(FailOnRecompileLimitHit(), None)
+    assert "torch._dynamo.config.recompile_limit" in explain_error(FailOnRecompileLimitHit(), SITE)
+    assert "torch._dynamo.config.recompile_limit" in explain_error(FailOnRecompileLimitHit(), None)
 
 
 def test_other_errors_get_no_note():
-    assert note_on(ValueError("mine"), SITE) is None
+    assert explain_error(ValueError("mine"), SITE) is None
 
 
 def test_a_stale_forward_is_named_by_the_class():

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.engine.passes.modes import Mode, mode_now
-from hookline.engine.torch_private.modes import is_ordinary
+from hookline.engine.torch_private.modes import is_plain_eager
 
 
 def test_code_under_no_mode_is_plain():
@@ -45,8 +45,8 @@ def test_tracing_is_refused():
 @pytest.mark.parametrize("n_passes", [1, 3])
 def test_a_pass_asks_once(monkeypatch, n_passes):
     asked = []
-    look = "hookline.engine.passes.modes.is_ordinary"
-    monkeypatch.setattr(look, lambda: asked.append(1) or is_ordinary())
+    look = "hookline.engine.passes.modes.is_plain_eager"
+    monkeypatch.setattr(look, lambda: asked.append(1) or is_plain_eager())
     model = nn.Linear(2, 2)
     with hl.record(model):
         for _ in range(n_passes):

@@ -354,7 +354,7 @@ def test_modules_beside_the_selected_ones_cost_no_search(monkeypatch):
 
 def test_the_parameters_of_fsdp1_are_not_looked_at(monkeypatch):
     model = net()
-    monkeypatch.setattr(replaced_parts, "sharding", lambda model: "FSDP1")
+    monkeypatch.setattr(replaced_parts, "sharding_kind", lambda model: "FSDP1")
     assert said_of(hl.record(model, "0.bias:grad"), model, assign) == []
 
 

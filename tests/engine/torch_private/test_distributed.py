@@ -36,7 +36,7 @@ def test_a_dtensor_is_known_and_has_a_part_and_a_whole(mesh):
     assert type(internals.local_part(tensor)) is torch.Tensor
     assert torch.equal(internals.local_part(tensor), plain)
     assert internals.local_part(plain) is plain
-    assert torch.equal(internals.full_value(tensor), plain)
+    assert torch.equal(internals.gather_full(tensor), plain)
 
 
 def test_a_tensor_that_is_on_its_way_is_waited_for(mesh):
@@ -51,12 +51,12 @@ def test_a_tensor_that_is_on_its_way_is_waited_for(mesh):
 def test_the_parameters_that_are_sharded_are_known_in_both_forms(mesh):
     """If these move, gradients under FSDP2 are never seen, and features leave models unsharded."""
     model = nn.Linear(2, 2)
-    assert internals.sharded_parameters(model) == []
+    assert internals.fsdp2_parameter_pairs(model) == []
     fully_shard(model, mesh=mesh)
     shards = [model.weight, model.bias]
     with torch.no_grad():
         model(torch.ones(1, 2))
-    found = internals.sharded_parameters(model)
+    found = internals.fsdp2_parameter_pairs(model)
     assert [shard is mine for (shard, _), mine in zip(found, shards, strict=True)] == [True, True]
     assert found[0][1] is model.weight
     internals.reshard(model)
@@ -70,15 +70,15 @@ def test_gradients_that_fsdp2_keeps_back_are_known(mesh, dtype):
     model = fully_shard(nn.Linear(2, 2), mesh=mesh, mp_policy=policy)
     weights = list(model.parameters())
     model.set_requires_gradient_sync(False)
-    assert internals.waiting_gradients(model) == []
+    assert internals.unreduced_gradients(model) == []
     for n_backwards in (1, 2):
         model(torch.ones(1, 2)).sum().backward()
-        pairs = internals.waiting_gradients(model)
+        pairs = internals.unreduced_gradients(model)
         assert all(pair[0] is weight for pair, weight in zip(pairs, weights, strict=True))
         assert pairs[0][1].tolist() == [[n_backwards] * 2] * 2
     model.set_requires_gradient_sync(True)
     model(torch.ones(1, 2)).sum().backward()
-    assert internals.waiting_gradients(model) == []
+    assert internals.unreduced_gradients(model) == []
 
 
 def test_whole_weights_stay_whole_until_the_block_ends(mesh):
@@ -88,11 +88,11 @@ def test_whole_weights_stay_whole_until_the_block_ends(mesh):
     for module in (model[0], model):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     shards = list(model.parameters())
-    groups = [group for module in (model[0], model) for group in internals._groups(module)]
+    groups = [group for module in (model[0], model) for group in internals._fsdp2_groups(module)]
     with torch.no_grad():
         for _ in range(2):  # before the first forward, and after
             meshes = [group.post_forward_mesh_info for group in groups[:1]]
-            with internals.held_whole(model):
+            with internals.keep_unsharded(model):
                 model(torch.ones(1, 2))
                 internals.reshard(model)  # as after an interrupted forward
                 assert all(map(torch.equal, model.parameters(), whole))
@@ -119,15 +119,15 @@ def test_flat_parameters_and_those_in_them_are_known(mesh, use_orig_params):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
     model[0] = FullyShardedDataParallel(model[0], **options)
-    flat = [internals.is_flat(parameter) for parameter in model.parameters()]
-    inside = [internals.is_in_flat(parameter) for parameter in model.parameters()]
+    flat = [internals.is_flat_parameter(parameter) for parameter in model.parameters()]
+    inside = [internals.is_in_flat_parameter(parameter) for parameter in model.parameters()]
     assert flat == ([False] * 4 if use_orig_params else [True, False, False])
     assert inside == ([True, True, False, False] if use_orig_params else [False] * 3)
-    assert internals.fsdp1_parts(model) == {}  # on one rank, torch shards nothing
+    assert internals.ranks_by_fsdp1_parameter(model) == {}  # on one rank, torch shards nothing
     handle = model[0]._handle
     handle._sharding_strategy = handle._sharding_strategy.FULL_SHARD
     parts = {id(handle.flat_param)} | set(map(id, model[0].parameters()))
-    assert internals.fsdp1_parts(model) == {part: [0] for part in parts}
+    assert internals.ranks_by_fsdp1_parameter(model) == {part: [0] for part in parts}
 
 
 @pytest.mark.filterwarnings("ignore:.*FSDP.*")
@@ -139,11 +139,11 @@ def test_a_split_weight_is_known_within_flat_ones(mesh, use_orig_params):
     options = {"device_mesh": both["dp"], "use_orig_params": use_orig_params}
     options["device_id"] = torch.device("cpu")
     model = nn.Sequential(nn.Linear(2, 2))
-    assert not internals.is_split(model)
-    assert not internals.is_split(FullyShardedDataParallel(nn.Linear(2, 2), **options))
+    assert not internals.is_tensor_parallel(model)
+    assert not internals.is_tensor_parallel(FullyShardedDataParallel(nn.Linear(2, 2), **options))
     model = parallelize_module(model, both["tp"], {"0": ColwiseParallel()})
-    assert internals.is_split(model)
-    assert internals.is_split(FullyShardedDataParallel(model, **options))
+    assert internals.is_tensor_parallel(model)
+    assert internals.is_tensor_parallel(FullyShardedDataParallel(model, **options))
 
 
 @pytest.mark.parametrize("library", ["FSDP2", "tensor parallel"])
@@ -156,20 +156,20 @@ def test_what_a_module_is_called_with_has_its_source(mesh, library):
         parallelize_module(module, mesh, ColwiseParallel())
     x = torch.ones(1, 2, requires_grad=True) * 2
     module(x)
-    source = internals.source_of(module.given)
+    source = internals.find_replaced_tensor(module.given)
     assert source.tensor is x
     assert (source.layout is None) == (library == "FSDP2")
-    assert internals.source_of(x) is None
+    assert internals.find_replaced_tensor(x) is None
     view = x.view(2, 1).view(1, 2)
     module(view)
-    source = internals.source_of(module.given)
+    source = internals.find_replaced_tensor(module.given)
     assert source.tensor is None
     assert (source.node, source.number) == (view.grad_fn, 0)
     version = source.alias._version
     x.add_(1)
     assert source.alias._version > version
     module(torch.ones(1, 2, requires_grad=True))
-    assert internals.source_of(module.given) is None
+    assert internals.find_replaced_tensor(module.given) is None
 
 
 def test_a_sum_still_to_be_made_is_cloned_as_one(mesh):
@@ -183,7 +183,7 @@ def test_a_sum_still_to_be_made_is_cloned_as_one(mesh):
 def test_the_store_has_what_a_meeting_needs(mesh):
     """If it moves, run.full, run.reduced and run.save cannot meet."""
     store = internals.default_store()
-    assert internals.is_grouped()
+    assert internals.has_process_group()
     assert store.add("number", 1) == 1
     assert store.compare_set("verdict", "", "first") == b"first"
     assert store.compare_set("verdict", "", "second") == b"first"

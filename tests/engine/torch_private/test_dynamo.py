@@ -17,7 +17,7 @@ import hookline as hl
 from hookline.engine.compile import compiled_modules
 from hookline.engine.torch_private import dynamo as internals
 from hookline.engine.torch_private import hooks
-from hookline.engine.torch_private.graph.stand_ins import note_stand_ins, take_stand_ins
+from hookline.engine.torch_private.graph.stand_ins import note_fake_tensors, take_fake_tensors
 from warm import run_python
 
 X = torch.ones(2, 3)
@@ -32,13 +32,13 @@ def fresh(fresh_dynamo):
 def test_nothing_loads_dynamo_and_that_alone_compiles_nothing():
     code = (
         "import sys, torch, hookline.engine.torch_private.dynamo as internals\n"
-        "assert internals.dynamo_config() is None and not internals.has_compiled()\n"
+        "assert internals.dynamo_config() is None and not internals.may_have_compiled()\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "import torch._dynamo\n"
         "assert internals.dynamo_config() is torch._dynamo.config\n"
-        "assert not internals.has_compiled()\n"
+        "assert not internals.may_have_compiled()\n"
         "torch.compile(torch.relu, backend='eager')(torch.ones(1))\n"
-        "assert internals.has_compiled()\n"
+        "assert internals.may_have_compiled()\n"
     )
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
@@ -68,7 +68,7 @@ def test_what_is_run_while_tracing_is_not_run_later():
 def test_settings_are_dynamos_and_the_last_of_them_puts_back():
     name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     assert list(internals._SETTINGS) == [name]
-    first, second = internals.Settings(), internals.Settings()
+    first, second = internals.DynamoSettings(), internals.DynamoSettings()
     with config.patch({name: False}):
         first.begin()
         second.begin()
@@ -127,11 +127,11 @@ def test_compiled_modules_are_known():
     model = nn.Sequential(inner, nn.ReLU())
     assert not compiled_modules.is_compiled(inner)
     assert compiled_modules.is_compiled(torch.compile(inner, backend="eager"))
-    assert compiled_modules.inside_compiled(torch.compile(inner, backend="eager")) is inner
-    assert compiled_modules.compiled_within(model) == ({id(m) for m in model.modules()}, [])
+    assert compiled_modules.unwrap_compiled(torch.compile(inner, backend="eager")) is inner
+    assert compiled_modules.find_compiled(model) == ({id(m) for m in model.modules()}, [])
     inner.compile(backend="eager")
     assert compiled_modules.is_compiled(inner)
-    assert compiled_modules.compiled_within(model)[1] == [inner]
+    assert compiled_modules.find_compiled(model)[1] == [inner]
 
 
 def test_errors_of_dynamo_have_their_names():
@@ -141,13 +141,13 @@ def test_errors_of_dynamo_have_their_names():
     with pytest.raises(exc.Unsupported) as caught:
         torch.compile(lambda x: torch._dynamo.graph_break(), backend="eager", fullgraph=True)(X)
     assert internals.is_untraceable(caught.value)
-    assert not internals.is_limit(caught.value)
+    assert not internals.is_recompile_limit(caught.value)
 
     function = torch.compile(lambda x, n: x + n, backend="eager", fullgraph=True, dynamic=False)
     with config.patch(recompile_limit=2), pytest.raises(exc.FailOnRecompileLimitHit) as limit:
         for number in range(4):
             function(X, number)
-    assert internals.is_limit(limit.value)
+    assert internals.is_recompile_limit(limit.value)
 
 
 def test_a_function_not_compiled_alone_is_within_other_code():
@@ -158,7 +158,7 @@ def test_a_function_not_compiled_alone_is_within_other_code():
         return x + 1
 
     seen = []
-    internals.not_alone([function])
+    internals.never_compile_alone([function])
     torch.compile(function, backend="eager")(X)
     assert seen == [False]
     torch.compile(lambda x: function(x) * 2, backend="eager")(X)
@@ -182,25 +182,25 @@ def test_the_dictionaries_that_are_asked_for_are_a_modules():
 def test_the_kinds_of_hooks_that_hookline_has_are_told_apart(port):
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].register_forward_hook(lambda *values: None)
-    assert hooks.own_kinds(model[0]) == 0  # it is not hookline's
+    assert hooks.own_hook_mask(model[0]) == 0  # it is not hookline's
     found = []
     for ports in (port, ("output", "input")):
         with hl.record(model, "0", ports=ports):
             model(X)
-            found.append(hooks.own_kinds(model[0]))
-            assert hooks.own_kinds(copy.deepcopy(model)[0]) == found[-1]
+            found.append(hooks.own_hook_mask(model[0]))
+            assert hooks.own_hook_mask(copy.deepcopy(model)[0]) == found[-1]
     assert len({0, *found}) == 3
-    assert hooks.own_kinds(model[0]) == 0
+    assert hooks.own_hook_mask(model[0]) == 0
 
 
 def test_the_end_of_a_graph_is_told_once_by_its_interpreter():
     told, found = [], []
 
     def ask(x):
-        found.append(internals.at_end_of_graph(lambda: told.append(len(found))))
+        found.append(internals.at_end_of_traced_forward(lambda: told.append(len(found))))
         return x * 2
 
-    assert not internals.at_end_of_graph(told.clear)
+    assert not internals.at_end_of_traced_forward(told.clear)
     torch.compiler.allow_in_graph(ask)
 
     def function(x):
@@ -219,7 +219,7 @@ def test_an_interpreter_of_the_users_own_is_left_as_it_is():
     touched = []
 
     def ask(x):
-        internals.at_end_of_graph(int)
+        internals.at_end_of_traced_forward(int)
         touched.append("output" in vars(own))
         return x * 2
 
@@ -249,13 +249,13 @@ def test_what_stands_in_for_tensors_is_seen_while_tracing():
 
         @internals.while_tracing
         def take(self):
-            self.seen = take_stand_ins()
+            self.seen = take_fake_tensors()
 
     look = Look()
 
     @torch.compile(backend="eager", fullgraph=True)
     def function(x):
-        note_stand_ins([x, x.sum(1)])
+        note_fake_tensors([x, x.sum(1)])
         look.take()
         return x + 1
 

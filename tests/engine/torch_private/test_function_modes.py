@@ -35,15 +35,15 @@ class Mode(TorchFunctionMode):
 def test_only_the_innermost_mode_is_turned_off():
     """If torch's stack moves, a mode that an interrupt left stays on for the whole program."""
     outer, inner = Mode(), Mode()
-    internals.pop_mode(outer)  # none is on
+    internals.pop_if_innermost(outer)  # none is on
     with outer:
         assert internals.n_modes() == 1
         with inner:
-            internals.pop_mode(outer)
+            internals.pop_if_innermost(outer)
             assert internals.n_modes() == 2
-        internals.pop_mode(inner)
+        internals.pop_if_innermost(inner)
         assert internals.n_modes() == 1
-        internals.pop_mode(outer)
+        internals.pop_if_innermost(outer)
         assert internals.n_modes() == 0
         internals._push_mode(outer)
 
@@ -152,7 +152,7 @@ def test_a_hooks_calls_are_told_from_the_forwards(kind, hook):
     handle = REGISTER[kind](model, HOOKS[hook]())
     try:
         said = _calling(model, torch.ones(1))
-        by_hook = [internals.is_of_hook(code, module) for module, code, _ in said]
+        by_hook = [internals.is_hook_code(code, module) for module, code, _ in said]
     finally:
         handle.remove()
     assert by_hook == ([True, False] if "pre" in kind else [False, True])
@@ -163,7 +163,7 @@ def test_a_forward_that_is_also_a_hook_is_the_forward():
     model.register_forward_hook(lambda *_: None)
     hook = next(iter(model._forward_hooks.values()))
     model.forward = functools.partial(hook)  # the same code
-    assert not internals.is_of_hook(hook.__code__, model)
+    assert not internals.is_hook_code(hook.__code__, model)
 
 
 # -- compiled code ---------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_calls_of_a_graph_are_told_from_those_beside_it():
     """If dynamo calls its graphs in another way, operations are recorded twice."""
     compiled, x = torch.compile(_function, backend="eager"), torch.ones(3)
     here, said = sys._getframe(), []
-    with Mode(lambda frame: said.append(internals.runs_graph(frame, here))):
+    with Mode(lambda frame: said.append(internals.runs_compiled_graph(frame, here))):
         compiled(x)
         assert said == [True, False, True]  # the second runs by itself: it is no part of a graph
         said.clear()
@@ -224,7 +224,7 @@ def test_the_modules_that_dynamo_traces_are_known_inside_out():
 
     @torch._dynamo.assume_constant_result
     def ask():
-        said.append(list(internals.calling_modules_of_graph()))
+        said.append(list(internals.traced_calling_modules()))
 
     def run(x):
         with Asking():
@@ -240,16 +240,16 @@ def test_the_modules_that_dynamo_traces_are_known_inside_out():
 
 def test_only_methods_that_call_super_are_called_by_name():
     """If torch rewrites them, dynamo breaks the graph at `x.unflatten(...)`."""
-    assert internals.method_name(Tensor.unflatten) == "unflatten"
-    assert internals.method_name(Tensor.relu) == ("relu" if OLD_DYNAMO else "")
+    assert internals.method_name_for_dynamo(Tensor.unflatten) == "unflatten"
+    assert internals.method_name_for_dynamo(Tensor.relu) == ("relu" if OLD_DYNAMO else "")
     others = Tensor.split, torch.relu, F.relu, len, functools.partial(F.relu)
-    assert [internals.method_name(function) for function in others] == [""] * len(others)
+    assert [internals.method_name_for_dynamo(function) for function in others] == [""] * len(others)
 
     class Other(Tensor):
         def unflatten(self, *args):
             return super().unflatten(*args)
 
-    assert internals.method_name(Other.unflatten) == ""
+    assert internals.method_name_for_dynamo(Other.unflatten) == ""
 
 
 def test_a_program_of_export_is_told_from_a_traced_module():

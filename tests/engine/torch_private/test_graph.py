@@ -18,21 +18,21 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from hookline.engine.torch_private.graph.compilers import (
     filters_guards,
-    graphs_own_memory,
     has_compiled_backward,
+    may_use_cudagraph_memory,
 )
-from hookline.engine.torch_private.graph.formulas import formulas, has_unknown_flops
+from hookline.engine.torch_private.graph.formulas import extra_formulas, may_lack_formula
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward,
-    kept_by,
-    memory_of,
+    memory_key_and_size,
     next_number,
+    node_number,
     nodes_below,
-    number_of,
+    raw_saved_by,
     running_node,
 )
 from hookline.engine.torch_private.graph.operations import OperationCounter
-from hookline.engine.torch_private.graph.shapes_only import ShapesOnly, flags_of, is_sharded
+from hookline.engine.torch_private.graph.shapes_only import FakeModel, is_fsdp2, module_flags
 from hookline.errors import ModelError
 
 
@@ -42,7 +42,7 @@ def test_nodes_are_numbered_in_the_order_in_which_they_are_made():
     y = x * 2
     middle = next_number()
     z = (y + 1).tanh()
-    assert number_of(y.grad_fn) == first
+    assert node_number(y.grad_fn) == first
     assert middle == first + 1
     assert next_number() == first + 3
     nodes, before = nodes_below([z.grad_fn], middle)
@@ -68,19 +68,19 @@ def test_backward_runs_nodes_by_descending_number():
 def test_what_a_node_keeps_is_read_without_unpacking():
     x = torch.ones(3, requires_grad=True)
     y = x.exp()
-    (kept,) = kept_by(y.grad_fn)
-    assert memory_of(kept) == memory_of(y)
-    assert memory_of(y[1:])[0] == memory_of(y)[0]
-    assert memory_of(y)[1] == 12
+    (kept,) = raw_saved_by(y.grad_fn)
+    assert memory_key_and_size(kept) == memory_key_and_size(y)
+    assert memory_key_and_size(y[1:])[0] == memory_key_and_size(y)[0]
+    assert memory_key_and_size(y)[1] == 12
     unpacked = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: 7, lambda _: unpacked.append(1)):
         z = x.exp()
-    assert list(kept_by(z.grad_fn)) == []
+    assert list(raw_saved_by(z.grad_fn)) == []
     assert unpacked == []
     loss = y.sum()
     loss.backward()
-    assert list(kept_by(y.grad_fn)) == []  # freed
-    assert memory_of(torch.eye(3).to_sparse())[1] == 3 * 4 + 6 * 8
+    assert list(raw_saved_by(y.grad_fn)) == []  # freed
+    assert memory_key_and_size(torch.eye(3).to_sparse())[1] == 3 * 4 + 6 * 8
 
 
 def test_the_running_node_and_the_end_of_an_inner_backward():
@@ -100,7 +100,7 @@ def test_the_running_node_and_the_end_of_an_inner_backward():
 
 def test_the_cpus_attention_has_flops_as_torchs_formulas_count():
     q = torch.ones(1, 2, 4, 8, requires_grad=True)
-    with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
+    with FlopCounterMode(display=False, custom_mapping=extra_formulas()) as counter:
         functional.scaled_dot_product_attention(q, q, q).sum().backward()
     counts = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
     forward = 2 * (2 * 2 * 4 * 4 * 8)
@@ -149,9 +149,9 @@ class Odd(nn.Module):
 
 def test_a_copy_has_shapes_alone_and_runs():
     model, x = Odd(), torch.ones(2, 3)
-    copy = ShapesOnly(model, {"": model, "fc": model.fc})
+    copy = FakeModel(model, {"": model, "fc": model.fc})
     inputs = copy.copied(((x,), {}))
-    with copy.running(inputs, flags_of(model)) as found:
+    with copy.running(inputs, module_flags(model)) as found:
         output = found.modules[""](*found.args)
         assert output.shape == (2, 3)
         assert output.dtype is torch.float64
@@ -165,7 +165,7 @@ def test_a_copy_has_shapes_alone_and_runs():
 def test_a_released_copy_keeps_no_part_of_the_model():
     model = Odd()
     held = weakref.ref(model.fc.weight), weakref.ref(model)
-    copy = ShapesOnly(model, {"": model})
+    copy = FakeModel(model, {"": model})
     copy.release()
     del model
     gc.collect()
@@ -175,11 +175,11 @@ def test_a_released_copy_keeps_no_part_of_the_model():
 
 def test_flags_are_those_of_the_model_at_that_time():
     model = Odd()
-    copy = ShapesOnly(model, {"fc": model.fc})
+    copy = FakeModel(model, {"fc": model.fc})
     inputs = copy.copied(((torch.ones(1, 3),), {}))
     model.eval()
     model.fc.weight.requires_grad_(False)
-    flags = flags_of(model)
+    flags = module_flags(model)
     model.train()
     with copy.running(inputs, flags) as found:
         fc = found.modules["fc"]
@@ -191,16 +191,16 @@ def test_what_has_no_strides_is_refused():
     model = nn.Linear(2, 2)
     model.register_buffer("sparse", torch.eye(2).to_sparse())
     with pytest.raises(ModelError, match=r"layout torch\.sparse_coo"):
-        ShapesOnly(model, {"": model})
-    assert not is_sharded(model)
+        FakeModel(model, {"": model})
+    assert not is_fsdp2(model)
 
 
 @pytest.mark.parametrize("name", ["_cudnn_rnn", "miopen_rnn"])
 def test_fused_layers_of_gpus_have_the_flops_of_their_matrices(name):
     layer, x = torch.nn.LSTM(6, 3, 2, bidirectional=True, proj_size=2), torch.ones(5, 4, 6)
     weights = list(layer.parameters())
-    forward = formulas()[getattr(torch.ops.aten, name)]
-    backward = formulas()[getattr(torch.ops.aten, f"{name}_backward")]
+    forward = extra_formulas()[getattr(torch.ops.aten, name)]
+    backward = extra_formulas()[getattr(torch.ops.aten, f"{name}_backward")]
     matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
     assert forward(x, weights, 5, None) == 2 * 20 * matrices
     packed = x.reshape(20, 6)[:13]
@@ -221,9 +221,9 @@ class GpuLayer(nn.LSTM):
 @pytest.mark.parametrize("has_weights", [True, False])
 def test_the_backward_of_a_layer_on_a_gpu_has_shapes(has_weights):
     layer, x = GpuLayer(6, 3).requires_grad_(has_weights), torch.ones(5, 4, 6, requires_grad=True)
-    copy, counts = ShapesOnly(layer, {"": layer}), []
+    copy, counts = FakeModel(layer, {"": layer}), []
     counter = OperationCounter(lambda n_flops, _: counts.append(n_flops))
-    with copy.running(copy.copied(((x,), {})), flags_of(layer)) as run, counter.counting():
+    with copy.running(copy.copied(((x,), {})), module_flags(layer)) as run, counter.counting():
         fake = run.modules[""]
         fake(*run.args).sum().backward()
     matrices = 4 * 3 * (6 + 3)
@@ -235,8 +235,8 @@ def test_the_backward_of_a_layer_on_a_gpu_has_shapes(has_weights):
 
 def test_the_nodes_of_a_copy_run_in_one_thread():
     model = nn.Linear(2, 2)
-    copy = ShapesOnly(model, {"": model})
-    with copy.running(((), {}), flags_of(model)):
+    copy = FakeModel(model, {"": model})
+    with copy.running(((), {}), module_flags(model)):
         assert not torch._C._is_multithreading_enabled()
     assert torch._C._is_multithreading_enabled()
 
@@ -248,7 +248,7 @@ def test_attention_on_a_gpu_has_flops_for_each_query(name, n_heads):
     query, key, value = (
         torch.ones(2, n, 10, 8, device="meta", requires_grad=True) for n in (4, n_heads, n_heads)
     )
-    counter = FlopCounterMode(display=False, custom_mapping=formulas())
+    counter = FlopCounterMode(display=False, custom_mapping=extra_formulas())
     with counter:
         result = operation(query, key, value, *((None, True) if name == "cudnn" else ()))
         result[0].sum().backward()
@@ -258,7 +258,7 @@ def test_attention_on_a_gpu_has_flops_for_each_query(name, n_heads):
 
 def test_products_in_a_given_dtype_have_flops():
     left, right = torch.ones(3, 4, 6), torch.ones(3, 6, 5)
-    aten, table = torch.ops.aten, formulas()
+    aten, table = torch.ops.aten, extra_formulas()
     assert table[aten.bmm](left, right, torch.float32, out_val=None) == 2 * 3 * 4 * 6 * 5
     for name, batch in (("addmm", 1), ("baddbmm", 3)):
         parts = (left, right) if batch > 1 else (left[0], right[0])
@@ -276,7 +276,7 @@ def test_products_in_a_given_dtype_have_flops():
 )
 def test_products_in_place_count_each_matrix_of_a_batch(name, sizes, flops):
     out, left, right = map(torch.ones, sizes)
-    with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
+    with FlopCounterMode(display=False, custom_mapping=extra_formulas()) as counter:
         getattr(out, name)(left, right)
     assert counter.get_total_flops() == flops
 
@@ -285,7 +285,7 @@ def test_fused_attention_has_the_flops_of_its_products():
     attention, x = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval(), torch.ones(3, 5, 16)
     counts = []
     for has_grad in (False, True):  # torch fuses attention where no gradient is needed
-        with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
+        with FlopCounterMode(display=False, custom_mapping=extra_formulas()) as counter:
             with torch.set_grad_enabled(has_grad):
                 attention(x, x, x, need_weights=False)
         counts.append((counter.get_total_flops(), len(counter.get_flop_counts()["Global"])))
@@ -294,16 +294,16 @@ def test_fused_attention_has_the_flops_of_its_products():
 
 
 def test_every_product_of_torch_has_a_formula_or_is_named():
-    known = {*flop_registry, *formulas()}
+    known = {*flop_registry, *extra_formulas()}
     products = "_fft_c2c linalg_qr _cdist_forward conv_tbc _weight_int4pack_mm quantized_lstm"
     for name in f"{products} cholesky_solve _linalg_svd addmm_ mv bmm".split():
         operation = getattr(torch.ops.aten, name)
-        assert operation in known or has_unknown_flops(operation), name
+        assert operation in known or may_lack_formula(operation), name
     others = "relu softmax native_layer_norm upsample_linear1d embedding_bag index_select view"
     for name in f"{others} _thnn_fused_lstm_cell linalg_vector_norm lu_unpack sigmoid".split():
-        assert not has_unknown_flops(getattr(torch.ops.aten, name)), name
-    assert has_unknown_flops(torch.ops.quantized.linear)
-    assert not has_unknown_flops(torch.ops.prims.add)
+        assert not may_lack_formula(getattr(torch.ops.aten, name)), name
+    assert may_lack_formula(torch.ops.quantized.linear)
+    assert not may_lack_formula(torch.ops.prims.add)
 
 
 def test_a_backward_that_was_compiled_is_counted():
@@ -330,11 +330,11 @@ def test_the_memory_of_cuda_graphs_is_told_from_others(monkeypatch):
     monkeypatch.setattr(cudagraph_trees.local, "tree_manager_containers", containers)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     containers[0] = cudagraph_trees.TreeManagerContainer(0)
-    assert not graphs_own_memory()
+    assert not may_use_cudagraph_memory()
     containers[0].tree_manager = SimpleNamespace()
-    assert graphs_own_memory()
+    assert may_use_cudagraph_memory()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert not graphs_own_memory()
+    assert not may_use_cudagraph_memory()
 
 
 def test_a_thread_that_cannot_tell_takes_memory_for_graphs(monkeypatch):
@@ -342,6 +342,6 @@ def test_a_thread_that_cannot_tell_takes_memory_for_graphs(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(graphs_own_memory).result()
+        assert pool.submit(may_use_cudagraph_memory).result()
         # It was not told of any graphs meanwhile.
         assert not pool.submit(hasattr, cudagraph_trees.local, "tree_manager_containers").result()

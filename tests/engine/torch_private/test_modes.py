@@ -19,30 +19,30 @@ def test_what_wraps_the_tensors_of_torch_func_can_be_taken_off():
     def look(tensor):
         assert modes.is_wrapped(tensor)
         assert modes.is_of_running_transform(tensor)
-        seen.append((modes.transform(), tensor))
+        seen.append((modes.running_transform(), tensor))
         return tensor.sum()
 
     batch = torch.ones(3, 2)
-    assert modes.transform() is None
+    assert modes.running_transform() is None
     torch.func.vmap(look, in_dims=1)(batch)
     torch.func.grad(look)(batch)
     (vmap, one), (grad, whole) = seen
     assert (vmap, grad) == ("Vmap", "Grad")
-    assert modes.is_mapped(one)
-    assert not modes.is_mapped(whole)
+    assert modes.is_vmapped(one)
+    assert not modes.is_vmapped(whole)
     assert not modes.is_of_running_transform(one)
     assert not modes.is_of_running_transform(whole)
-    assert modes.unwrapped(one)[1] == 1
-    assert torch.equal(modes.unwrapped(one)[0], batch)
-    assert modes.unwrapped(whole)[1] is None
-    assert not modes.is_wrapped(modes.unwrapped(whole)[0])
+    assert modes.unwrap_transform(one)[1] == 1
+    assert torch.equal(modes.unwrap_transform(one)[0], batch)
+    assert modes.unwrap_transform(whole)[1] is None
+    assert not modes.is_wrapped(modes.unwrap_transform(whole)[0])
 
 
 def test_under_vmap_only_what_is_wrapped_counts_its_versions():
     """When torch counts them on the wrapper, too, `regime.innermost` can go."""
 
     def write(tensor):
-        inner, _ = modes.unwrapped(tensor)
+        inner, _ = modes.unwrap_transform(tensor)
         before = tensor._version, inner._version
         tensor.add_(1)
         assert (tensor._version, inner._version) == (before[0], before[1] + 1)
@@ -59,7 +59,7 @@ def test_who_makes_a_graph_is_known():
 
     class Model(nn.Module):
         def forward(self, x):
-            found.append(modes.tracer())
+            found.append(modes.running_tracer())
             return x * 2
 
     model, x = Model(), torch.ones(2)
@@ -76,8 +76,8 @@ def test_a_trace_in_another_thread_is_none_of_this_one():
     class Model(nn.Module):
         def forward(self, x):
             with ThreadPoolExecutor(1) as pool:
-                elsewhere.append(pool.submit(modes.tracer).result())
-            here.append(modes.tracer())
+                elsewhere.append(pool.submit(modes.running_tracer).result())
+            here.append(modes.running_tracer())
             return x + 1
 
     here, elsewhere = [], []
@@ -93,7 +93,7 @@ def test_where_torch_fx_has_another_word_for_it_the_stack_tells(monkeypatch):
         def forward(self, x):
             with monkeypatch.context() as patch:
                 patch.setitem(sys.modules, "torch.fx._symbolic_trace", unknown)
-                seen.append(modes.tracer())
+                seen.append(modes.running_tracer())
             return x + 1
 
     unknown = types.SimpleNamespace(__file__=torch.fx._symbolic_trace.__file__)

@@ -180,10 +180,10 @@ def test_the_version_of_a_tensor_is_counted_without_its_memory():
 def test_views_are_known_by_their_base():
     """If torch hides it, an in-place layer hides the gradient of the view before it."""
     base = torch.ones(4, requires_grad=True) * 1
-    assert autograd.base_of_view(base[:2]) is base
-    assert autograd.base_of_view(base) is None
+    assert autograd.base_in_graph(base[:2]) is base
+    assert autograd.base_in_graph(base) is None
     leaf = torch.ones(4, requires_grad=True)
-    assert autograd.base_of_view(leaf[:2]) is None
+    assert autograd.base_in_graph(leaf[:2]) is None
 
 
 def test_all_hooks_of_an_owner_are_taken_off_with_their_marks():
@@ -230,7 +230,7 @@ def test_an_encoder_layer_run_as_one_operation_is_known(options, monkeypatch):
                     before = len(calls)
                     with torch.set_grad_enabled(grad):
                         layer(given, **kwargs)
-                        said.append(fused_ops.runs_fused(layer, (given,), kwargs))
+                        said.append(fused_ops.may_run_fused(layer, (given,), kwargs))
                         assert said[-1] == (len(calls) > before)
     assert any(said) == (
         not options or "norm_first" in options or options == {"activation": "gelu"}
@@ -245,14 +245,14 @@ def test_tracing_by_fx_is_noticed():
 
     class Model(nn.Module):
         def forward(self, x):
-            seen.append(modes.tracer())
+            seen.append(modes.running_tracer())
             return x
 
     model = Model()
     model(torch.zeros(1))
     torch.fx.symbolic_trace(model)
     assert seen == [None, "torch.fx.symbolic_trace"]
-    assert modes.tracer() is None
+    assert modes.running_tracer() is None
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -328,10 +328,10 @@ def test_what_is_done_aside_is_not_counted():
             return function(*args, **(kwargs or {}))
 
     with Counts():
-        with checkpoint.aside(True):
+        with checkpoint.outside_checkpoint(True):
             torch.ones(1) + 1
         assert not seen
-        with checkpoint.aside(None):
+        with checkpoint.outside_checkpoint(None):
             torch.ones(1)
     assert len(seen) == 1
 
@@ -342,7 +342,7 @@ def test_a_traced_module_says_what_it_holds():
     traced = torch.jit.trace(model, torch.ones(1, 2))
     (held,) = internals.children(traced).items()
     assert held[0] == "0"
-    assert [name for name, _ in internals.parameters(held[1]).items()] == ["weight", "bias"]
+    assert [name for name, _ in internals.own_parameters(held[1]).items()] == ["weight", "bias"]
 
 
 def test_tensor_tables_name_each_module_once():
@@ -364,12 +364,12 @@ def test_a_walk_sees_through_wrappers_and_asks_a_type_once(monkeypatch):
     inner, bare = nn.Linear(1, 1), set()
     inner.compile(backend="eager")
     wrapped = nn.DataParallel(inner)
-    assert internals.look_into(wrapped, bare) == (inner, [inner], {})
+    assert internals.unwrap_to_children(wrapped, bare) == (inner, [inner], {})
     assert bare == set()
-    internals.look_into(inner, bare)
+    internals.unwrap_to_children(inner, bare)
     assert bare == {nn.Linear}
-    monkeypatch.setattr(internals, "unwrapping", None)  # not to be asked again
-    assert internals.look_into(nn.Linear(1, 1), bare)[1:] == ([], {})
+    monkeypatch.setattr(internals, "wrapper_chain", None)  # not to be asked again
+    assert internals.unwrap_to_children(nn.Linear(1, 1), bare)[1:] == ([], {})
 
 
 class Slow:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from hookline.engine.torch_private.graph.nodes import next_number, traced_node
+from hookline.engine.torch_private.graph.nodes import next_number, running_node_traceback
 
 
 def test_the_running_node_knows_its_forward():
     seen = []
     x = torch.ones(2, requires_grad=True)
-    assert traced_node() is None
+    assert running_node_traceback() is None
     before = next_number()
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         y = x.sqrt()
@@ -23,7 +23,7 @@ def test_the_running_node_knows_its_forward():
 
         @staticmethod
         def backward(ctx, grad):
-            seen.append(traced_node())
+            seen.append(running_node_traceback())
             return grad
 
     with torch.autograd.set_detect_anomaly(True, check_nan=False):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import hookline as hl
-from hookline.engine.torch_private.graph.formulas import formulas
+from hookline.engine.torch_private.graph.formulas import extra_formulas
 from zoo import Checkpointed, SmallNet, encoder, rows_net
 
 
@@ -31,7 +31,7 @@ def by_torch(model, *args, **kwargs):
     for is_whole in (False, True):
         model.zero_grad()
         output = model(*args, **kwargs)  # what the first run alone does is done
-        counter = FlopCounterMode(display=False, custom_mapping=formulas())
+        counter = FlopCounterMode(display=False, custom_mapping=extra_formulas())
         with counter:
             output = model(*args, **kwargs)
             if is_whole:

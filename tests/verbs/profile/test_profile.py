@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.engine import ShapesOnly
+from hookline.engine import FakeModel
 from hookline.util import stopwatch
 from hookline.verbs.profile import pass_windows
 from meeting import in_autograds_thread
@@ -371,7 +371,7 @@ def test_garbage_collection_is_no_time_of_a_module(hand):
 
 
 def test_copies_of_inputs_take_no_time_of_collections(hand, monkeypatch):
-    copied = ShapesOnly.copied
+    copied = FakeModel.copied
 
     def copied_slowly(*args):
         hand.seconds += 5
@@ -381,7 +381,7 @@ def test_copies_of_inputs_take_no_time_of_collections(hand, monkeypatch):
     def collect_slowly(phase, info):
         hand.seconds += 500 * (phase == "start")
 
-    monkeypatch.setattr(ShapesOnly, "copied", copied_slowly)
+    monkeypatch.setattr(FakeModel, "copied", copied_slowly)
     model = model_of(hand)
     with hl.profile(model) as prof:
         gc.callbacks.append(collect_slowly)

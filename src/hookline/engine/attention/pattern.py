@@ -81,13 +81,13 @@ class QueryBlocks:
     def __iter__(self) -> Iterator[Tensor]:
         """Compute one block after the other: [..., head, query, key]."""
         given, n = self.given, self.n_queries
-        key = by_query_head(_wide(given.key), given.query.shape[-3])
+        key = repeat_key_heads(_wide(given.key), given.query.shape[-3])
         may_lack_keys = given.attn_mask is not None
         for start in range(0, given.query.shape[-2], n):
             query, mask = given.query[..., start : start + n, :], self._mask(start, start + n)
             # No name holds the scores: each block must be freed before the next is made.
             if self.is_pattern:
-                yield pattern_of(
+                yield compute_pattern(
                     _scores(query, key, mask, given.scale), query.dtype, may_lack_keys=may_lack_keys
                 )
             else:
@@ -102,9 +102,9 @@ class QueryBlocks:
         return mask if mask is None or mask.shape[-2] == 1 else mask[..., start:stop, :]
 
 
-def scores_of(given: KernelArguments) -> Tensor:
+def compute_scores(given: KernelArguments) -> Tensor:
     """Return the scaled and masked scores of a call, float32 if the queries are narrower."""
-    query, key = given.query, by_query_head(_wide(given.key), given.query.shape[-3])
+    query, key = given.query, repeat_key_heads(_wide(given.key), given.query.shape[-3])
     mask = given.attn_mask
     if given.is_causal:
         mask = _causal_mask(query.shape[-2], key.shape[-2], 0, query.device)
@@ -144,7 +144,7 @@ def _wide(value: Tensor) -> Tensor:
     return value.float() if value.dtype in _NARROW else value
 
 
-def pattern_of(scores: Tensor, dtype: torch.dtype, *, may_lack_keys: bool) -> Tensor:
+def compute_pattern(scores: Tensor, dtype: torch.dtype, *, may_lack_keys: bool) -> Tensor:
     """Return the pattern of scores.
 
     A query without any key has a row of zeros, as the output of torch's function has.
@@ -162,7 +162,7 @@ def pattern_of(scores: Tensor, dtype: torch.dtype, *, may_lack_keys: bool) -> Te
     return pattern.to(dtype)
 
 
-def by_query_head(value: Tensor, n_heads: int) -> Tensor:
+def repeat_key_heads(value: Tensor, n_heads: int) -> Tensor:
     """Repeat the heads of keys or values, so that each head of the queries has its own."""
     groups = n_heads // value.shape[-3]
     return value if groups == 1 else value.repeat_interleave(groups, -3)

@@ -77,7 +77,7 @@ def _form_of_einsum(args: Any) -> Form | None:
     return None if letters is None else Form(operands[0], operands[1], letters)
 
 
-def makes_scores(form: Form, weights: Sequence[Tensor]) -> bool:
+def may_make_scores(form: Form, weights: Sequence[Tensor]) -> bool:
     """Tell whether a product can be that of queries and keys.
 
     A product with a parameter is a projection, also where another tensor stands for it, as in

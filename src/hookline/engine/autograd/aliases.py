@@ -21,7 +21,7 @@ Call = tuple[int, int]  # a running call: the ids of its frame and of its module
 _calls: dict[int, tuple[weakref.ref[Tensor], Call]] = {}
 
 
-def is_leaf_to(tensor: Tensor, call: Call | None) -> bool:
+def must_be_aliased(tensor: Tensor, call: Call | None) -> bool:
     """Tell whether a call must alias a tensor: a leaf, or the alias of one that another call got.
 
     Without the second, a module inside another would get its leaf's gradient by whether the other
@@ -33,14 +33,14 @@ def is_leaf_to(tensor: Tensor, call: Call | None) -> bool:
     return entry is not None and entry[1] != call
 
 
-def note_leaf(alias: Tensor, call: Call) -> None:
+def note_leaf_alias(alias: Tensor, call: Call) -> None:
     """Note the alias of a leaf, as long as it lives."""
     number = id(alias)
-    _calls[number] = weakref.ref(alias, partial(_forget, number)), call
+    _calls[number] = weakref.ref(alias, partial(_forget_alias, number)), call
 
 
-def _forget(number: int, _: Any) -> None:
-    _calls.pop(number, None)
+def _forget_alias(alias_id: int, _: Any) -> None:
+    _calls.pop(alias_id, None)
 
 
 def alias_leaves(value: Any) -> Any:
@@ -49,8 +49,8 @@ def alias_leaves(value: Any) -> Any:
     A leaf outlives the pass. A hook on the leaf itself would outlive the pass, too, and would see
     the gradients of all its other uses.
     """
-    leaves = [tensor for tensor in flowing(value, fixed_only=False) if tensor.is_leaf]
-    return tree.replace_tensors(value, aliases_of(leaves), fixed_only=False) if leaves else value
+    leaves = [tensor for tensor in aliasable_tensors(value, fixed_only=False) if tensor.is_leaf]
+    return tree.replace_tensors(value, make_aliases(leaves), fixed_only=False) if leaves else value
 
 
 def alias_lasting_inputs(
@@ -69,18 +69,18 @@ def alias_lasting_inputs(
     Returns:
         The new (args, kwargs); None if there was nothing to alias.
     """
-    candidates = flowing((*args, *kwargs.values()), fixed_only=True)
-    lasting = [tensor for tensor in candidates if not leaves_only or is_leaf_to(tensor, call)]
+    candidates = aliasable_tensors((*args, *kwargs.values()), fixed_only=True)
+    lasting = [tensor for tensor in candidates if not leaves_only or must_be_aliased(tensor, call)]
     if not lasting:
         return None
     new = [tensor.view_as(tensor) for tensor in lasting]
     if call is not None:
         for alias in new:
-            note_leaf(alias, call)
-    return replaced(args, kwargs, instead_of(lasting, new))
+            note_leaf_alias(alias, call)
+    return replace_in(args, kwargs, alias_map(lasting, new))
 
 
-def replaced(
+def replace_in(
     args: tuple[Any, ...], kwargs: dict[str, Any], new: IdentityMap[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace tensors in arguments, also inside tuples."""
@@ -90,12 +90,12 @@ def replaced(
     )
 
 
-def aliases_of(tensors: list[Tensor]) -> IdentityMap[Tensor]:
+def make_aliases(tensors: list[Tensor]) -> IdentityMap[Tensor]:
     """Make an alias of each tensor."""
-    return instead_of(tensors, [tensor.view_as(tensor) for tensor in tensors])
+    return alias_map(tensors, [tensor.view_as(tensor) for tensor in tensors])
 
 
-def instead_of(tensors: Sequence[Tensor], aliases: Sequence[Tensor]) -> IdentityMap[Tensor]:
+def alias_map(tensors: Sequence[Tensor], aliases: Sequence[Tensor]) -> IdentityMap[Tensor]:
     """Map tensors to their aliases."""
     new: IdentityMap[Tensor] = IdentityMap()
     for tensor, alias in zip(tensors, aliases, strict=True):
@@ -103,32 +103,32 @@ def instead_of(tensors: Sequence[Tensor], aliases: Sequence[Tensor]) -> Identity
     return new
 
 
-def flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:
+def aliasable_tensors(value: Any, *, fixed_only: bool) -> list[Tensor]:
     """Return each tensor through which a gradient can flow, once."""
     if not torch.is_grad_enabled():
         return []
     tensors: list[Tensor] = []
     for tensor in _tensors(value, fixed_only):  # dynamo inlines a comprehension as a call
-        if tensor.requires_grad and has_aliases(tensor):
+        if tensor.requires_grad and can_be_aliased(tensor):
             tensors.append(tensor)
-    return tensors if len(tensors) < 2 else instead_of(tensors, tensors).things()
+    return tensors if len(tensors) < 2 else alias_map(tensors, tensors).things()
 
 
-def has_aliases(tensor: Tensor) -> bool:
+def can_be_aliased(tensor: Tensor) -> bool:
     """Tell whether torch can alias a tensor: not sparse tensors, nor strided nested tensors."""
     return tensor.layout is torch.jagged or (
         tensor.layout is torch.strided and not tensor.is_nested
     )
 
 
-def refuse_unaliased(name: str, values: tuple[Any, ...]) -> None:
+def refuse_unaliasable(name: str, values: tuple[Any, ...]) -> None:
     """Refuse inputs of a module that torch cannot alias.
 
     Raises:
         AttachError: an input cannot be aliased.
     """
     for tensor in _tensors(values, fixed_only=True):
-        if torch.is_grad_enabled() and tensor.requires_grad and not has_aliases(tensor):
+        if torch.is_grad_enabled() and tensor.requires_grad and not can_be_aliased(tensor):
             kind = "nested" if tensor.is_nested else torch_name(tensor.layout)
             raise AttachError(
                 f"{name} takes a {kind} tensor, of which torch makes no alias, so a raw backward"

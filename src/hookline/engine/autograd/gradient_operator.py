@@ -23,15 +23,15 @@ from torch import Tensor
 
 from hookline.engine.autograd.view_hooks import HookedView, hook_value
 from hookline.engine.pytree import outlines, tree
-from hookline.engine.torch_private.autograd import is_of_trace
+from hookline.engine.torch_private.autograd import is_traced_tensor
 from hookline.engine.torch_private.dynamo import (
-    at_end_of_graph,
+    argument_shares_outputs,
+    at_end_of_traced_forward,
     keep_call_in_graphs,
-    keep_in_graphs,
-    shares_outputs,
+    keep_operator_in_graphs,
 )
-from hookline.engine.torch_private.graph.checkpoint import is_repeating_graph
-from hookline.engine.torch_private.graph.dispatch import jagged_of, jagged_parts
+from hookline.engine.torch_private.graph.checkpoint import is_resaving_tensors
+from hookline.engine.torch_private.graph.dispatch import jagged_from_parts, jagged_parts
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 
@@ -48,22 +48,22 @@ ENDED = (
 )
 
 
-def number_of(waiting: Any) -> Tensor:
+def register_receiver(receiver: Any) -> Tensor:
     """Return a number, as a tensor, under which `waiting.arrived_from_graph` is called."""
-    define()
+    define_operator()
     number = next(_numbers)
-    _waiting[number] = waiting
+    _waiting[number] = receiver
     return torch.tensor(number, device="cpu")
 
 
-def define() -> None:
+def define_operator() -> None:
     """Define the operator. Idempotent and thread-safe."""
     with _defining:
-        _define()
+        _define_once()
 
 
 @functools.cache
-def _define() -> None:
+def _define_once() -> None:
     # Inductor takes the device of the first tensor, the CPU, for that of the operator. So it leaves
     # the operator out of CUDA graphs, whose replays would run no Python.
     @torch.library.custom_op("hookline::gradient", mutates_args=())
@@ -83,13 +83,13 @@ def _define() -> None:
         waiting = _waiting.get(int(tap))
         if waiting is not None:
             values, *offsets = parts
-            grad = jagged_of([values.clone(), *offsets], dim)
+            grad = jagged_from_parts([values.clone(), *offsets], dim)
             waiting.arrived_from_graph(int(of_run), call, slot, grad)
 
     for operator in (gradient, jagged_gradient):
         operator.register_fake(_do_nothing)
     for name in ("gradient", "jagged_gradient"):
-        keep_in_graphs(f"hookline::{name}")
+        keep_operator_in_graphs(f"hookline::{name}")
     keep_call_in_graphs(_put_hook)
     keep_call_in_graphs(_leaf_like)
 
@@ -180,22 +180,22 @@ def _put_hook(
     def lost() -> None:
         gradient(tap, of_run, LOST, slot, tap)
 
-    if not is_of_trace(tensor) and is_repeating_graph():
+    if not is_traced_tensor(tensor) and is_resaving_tensors():
         return tensor  # a backend that runs the graph as it is: the first run has the hook
-    if shares_outputs():
+    if argument_shares_outputs():
         lost()
     elif tensor.requires_grad:
         view = hook_value(tensor, hook, lost, int(owner))
-        settle = None if view is None else view.settle_later()
-        if view is None or settle is None or at_end_of_graph(settle):
+        settle = None if view is None else view.write_finder()
+        if view is None or settle is None or at_end_of_traced_forward(settle):
             return tensor
-        if not is_of_trace(tensor):
+        if not is_traced_tensor(tensor):
             _views.untraced.append((view, settle))
     return tensor
 
 
 class _ThreadViews(threading.local):
-    """Hooked views in graphs that a backend runs as they are, each with its `settle_later`."""
+    """Hooked views in graphs that a backend runs as they are, each with its `write_finder`."""
 
     def __init__(self) -> None:
         self.untraced: list[tuple[HookedView, Callable[[], None]]] = []
@@ -204,7 +204,7 @@ class _ThreadViews(threading.local):
 _views = _ThreadViews()
 
 
-def settle_untraced_views() -> Iterator[HookedView]:
+def find_untraced_writes() -> Iterator[HookedView]:
     """Settle the views of this thread whose writes are not known yet, and yield each once."""
     views, _views.untraced = _views.untraced, []
     for view, settle in views:
@@ -212,7 +212,7 @@ def settle_untraced_views() -> Iterator[HookedView]:
         yield view
 
 
-def place_in(tensors: list[Tensor], tensor: Tensor) -> int:
+def index_or_length(tensors: list[Tensor], tensor: Tensor) -> int:
     """Return the index of a tensor in a list; its length if it is not there."""
     for index in range(len(tensors)):  # not enumerate: dynamo traces each step of it
         if tensors[index] is tensor:
@@ -220,12 +220,12 @@ def place_in(tensors: list[Tensor], tensor: Tensor) -> int:
     return len(tensors)
 
 
-def emptied(tensor: Tensor) -> Tensor:
+def empty_placeholder(tensor: Tensor) -> Tensor:
     """Return an empty tensor in place of one whose structure leaves a graph."""
     return tensor.detach().new_empty(0)
 
 
-def outline(form: Any, slots: Sequence[int | None]) -> Any:
+def outline_with_slots(form: Any, slots: Sequence[int | None]) -> Any:
     """Return the outline of a structure of emptied tensors, given their gradients' slots."""
     tensors = (id(tensor) for _, tensor in tree.tensors(form))
     numbers = dict(zip(tensors, slots, strict=True))

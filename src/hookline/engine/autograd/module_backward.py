@@ -22,19 +22,19 @@ from torch import Tensor
 
 from hookline.engine.autograd.aliases import (
     Call,
-    aliases_of,
-    flowing,
-    instead_of,
-    is_leaf_to,
-    note_leaf,
-    refuse_unaliased,
-    replaced,
+    alias_map,
+    aliasable_tensors,
+    make_aliases,
+    must_be_aliased,
+    note_leaf_alias,
+    refuse_unaliasable,
+    replace_in,
 )
 from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value
 from hookline.engine.passes.modes import is_transformed
 from hookline.engine.pytree import tree
 from hookline.engine.taps.base import Order
-from hookline.engine.torch_private.autograd import base_of_view, saves_itself, version_counter
+from hookline.engine.torch_private.autograd import base_in_graph, grad_fn_saves, version_counter
 from hookline.errors import AttachError
 
 OneHook = Callable[[Tensor], Any]
@@ -70,21 +70,21 @@ class CallGradients:
         self._counters: list[tuple[Tensor, int, bool]] = []
         self.view: HookedView | None = None
         if len(tensors) > 1:
-            aliases = self._join(tensors)
+            aliases = self._alias_jointly(tensors)
         else:
             aliases = (tensors[0].view_as(tensors[0]),)
-            self.view = hook_value(aliases[0], GradHook(self._arrived), GradHook(refuse, name))
+            self.view = hook_value(aliases[0], GradHook(self._handle), GradHook(refuse_view, name))
         self._refs = [weakref.ref(alias) for alias in aliases]
         self._origins: list[Callable[[], Tensor | None]] = [_nothing] * len(tensors)
         if call is not None:
             for index, tensor in enumerate(tensors):
-                if is_leaf_to(tensor, call):
-                    note_leaf(aliases[index], call)
+                if must_be_aliased(tensor, call):
+                    note_leaf_alias(aliases[index], call)
                 else:
                     self._origins[index] = weakref.ref(tensor)
         self._aliases = aliases
 
-    def _join(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _alias_jointly(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Alias several tensors through a node that waits for all their gradients."""
         if is_transformed():
             raise AttachError(
@@ -93,7 +93,7 @@ class CallGradients:
                 f" one by one: '{self._name}:grad_output', '{self._name}:grad_input'."
             )
         self._counters = [
-            (version_counter(tensor), tensor._version, base_of_view(tensor) is not None)
+            (version_counter(tensor), tensor._version, base_in_graph(tensor) is not None)
             for tensor in tensors
         ]
         aliases: tuple[Tensor, ...] = _GradBarrier.apply(self, *tensors)  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ class CallGradients:
                 return index
         return None
 
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
+    def are_all_aliases(self, tensors: Sequence[Tensor]) -> bool:
         """Tell whether all of these tensors are aliases, so that none was added or replaced."""
         return all(self.index(tensor) is not None for tensor in tensors)
 
@@ -148,16 +148,16 @@ class CallGradients:
         view, self.view = self.view, None
         if view is not None:
             alias = self._refs[0]()
-            base = None if alias is None else base_of_view(alias)
-            returned = [base_of_view(tensor) for _, tensor in tree.tensors(output)]
-            view.settle(is_over=base is None or all(other is not base for other in returned))
+            base = None if alias is None else base_in_graph(alias)
+            returned = [base_in_graph(tensor) for _, tensor in tree.tensors(output)]
+            view.find_write(is_over=base is None or all(other is not base for other in returned))
 
-    def _arrived(self, grad: Tensor) -> Tensor | None:
+    def _handle(self, grad: Tensor) -> Tensor | None:
         """Call the hooks with the gradient of a lone tensor."""
-        (new,) = self._call([grad])
+        (new,) = self._call_hooks([grad])
         return None if new is grad else new
 
-    def all_arrived(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def handle_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Call the hooks with the gradients of several tensors. Return the gradients that flow on.
 
         Raises:
@@ -173,9 +173,9 @@ class CallGradients:
                     " gradient would be wrong."
                     f"\nUse hl.record or hl.edit at '{self._name}:grad_output' or ':grad_input'."
                 )
-        return self._call(grads)
+        return self._call_hooks(grads)
 
-    def _call(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _call_hooks(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         new = list(grads)
         for _, index, hook in tuple(self._hooks):
             if index is None:
@@ -186,7 +186,7 @@ class CallGradients:
         return new
 
 
-def refuse(name: str) -> None:
+def refuse_view(name: str) -> None:
     """Refuse a gradient that cannot be told from others.
 
     Raises:
@@ -215,7 +215,7 @@ class _GradBarrier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, *ctx.call.all_arrived(grads)
+        return None, *ctx.call.handle_gradients(grads)
 
 
 class _Latest(threading.local):
@@ -243,44 +243,45 @@ def alias_inputs(
         The arguments with aliases, and the hooks on their gradients; None instead of hooks if no
         input has a gradient.
     """
-    tensors = flowing((args, tuple(kwargs.values())), fixed_only=True)
-    refuse_unaliased(name, (args, tuple(kwargs.values())))
+    tensors = aliasable_tensors((args, tuple(kwargs.values())), fixed_only=True)
+    refuse_unaliasable(name, (args, tuple(kwargs.values())))
     if not tensors:
         return args, kwargs, None
-    gradients = inputs_of(call[0])
-    if gradients is not None and gradients.holds(tensors):
+    gradients = input_gradients(call[0])
+    if gradients is not None and gradients.are_all_aliases(tensors):
         return args, kwargs, gradients
     new_gradients = CallGradients(call[0], name, tensors, call)
     _latest.inputs = weakref.ref(new_gradients)
-    return *replaced(args, kwargs, instead_of(tensors, new_gradients.take_aliases())), new_gradients
+    new = alias_map(tensors, new_gradients.take_aliases())
+    return *replace_in(args, kwargs, new), new_gradients
 
 
-def inputs_of(key: int) -> CallGradients | None:
+def input_gradients(key: int) -> CallGradients | None:
     """Return the hooks on the gradients of this call's inputs; None if no input was aliased."""
     latest = _latest.inputs()
     return latest if latest is not None and latest.open and latest.key == key else None
 
 
-def alias_outputs(key: int, name: str, output: Any) -> tuple[Any, CallGradients | None]:
+def alias_multiple(key: int, name: str, output: Any) -> tuple[Any, CallGradients | None]:
     """Alias the outputs of a call if there are several, for the first hook that asks.
 
     Returns:
         The output with aliases, and the hooks on their gradients; None instead of hooks if nothing
         was aliased.
     """
-    tensors = flowing(output, fixed_only=False)
+    tensors = aliasable_tensors(output, fixed_only=False)
     if len(tensors) < 2:
         return output, None
-    gradients = outputs_of(key)
-    if gradients is not None and gradients.holds(tensors):
+    gradients = output_gradients(key)
+    if gradients is not None and gradients.are_all_aliases(tensors):
         return output, gradients
     new_gradients = CallGradients(key, name, tensors)
     _latest.outputs = weakref.ref(new_gradients)
-    new = instead_of(tensors, new_gradients.take_aliases())
+    new = alias_map(tensors, new_gradients.take_aliases())
     return tree.replace_tensors(output, new, fixed_only=False), new_gradients
 
 
-def outputs_of(key: int) -> CallGradients | None:
+def output_gradients(key: int) -> CallGradients | None:
     """Return the hooks on the gradients of this call's outputs; None if no output was aliased."""
     latest = _latest.outputs()
     return latest if latest is not None and latest.key == key else None
@@ -292,9 +293,9 @@ def alias_saved_outputs(key: int, output: Any) -> Any:
     In a second derivative, the saved tensor gets a gradient that does not flow through the returned
     output.
     """
-    gradients = outputs_of(key)
+    gradients = output_gradients(key)
     saved = [
-        tensor for tensor in flowing(output, fixed_only=False)
-        if saves_itself(tensor) and (gradients is None or gradients.index(tensor) is None)
+        tensor for tensor in aliasable_tensors(output, fixed_only=False)
+        if grad_fn_saves(tensor) and (gradients is None or gradients.index(tensor) is None)
     ]  # fmt: skip
-    return tree.replace_tensors(output, aliases_of(saved), fixed_only=False) if saved else output
+    return tree.replace_tensors(output, make_aliases(saved), fixed_only=False) if saved else output

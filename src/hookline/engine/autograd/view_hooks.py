@@ -19,16 +19,16 @@ from torch import Tensor
 from hookline.engine.torch_private.autograd import (
     at_end_of_backward,
     backward_number,
-    base_of_view,
+    base_in_graph,
+    holds_base_alone,
     hook_gradient,
     hook_node,
-    is_held_by_one_view,
     node_of_write,
     unhook_gradient,
     version_counter,
 )
 from hookline.engine.torch_private.hooks import tensor_hooks
-from hookline.engine.torch_private.modes import is_of_older_vmap
+from hookline.engine.torch_private.modes import is_legacy_batched
 from hookline.util.locks import fork_safe_lock
 
 Hook = Callable[[Tensor], Any]
@@ -70,9 +70,9 @@ class _ViewGradients:
 
     def add_from_base(self, grad: Tensor) -> None:
         """Add the view's part of a gradient that arrived at the base."""
-        self.add(self._part(self._whole(grad)).clone())
+        self.add(self._view_part(self._in_base_layout(grad)).clone())
 
-    def close(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def finish_run(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Close the run with the base's gradient.
 
         Returns:
@@ -81,15 +81,15 @@ class _ViewGradients:
             did.
         """
         run = backward_number()
-        whole = self._whole(grad)
+        whole = self._in_base_layout(grad)
         if run not in self.totals:
             self.totals[run] = whole
             at_end_of_backward(self.totals.clear)
-        return whole, self._part(self.totals[run]), self._shares.pop(run, None)
+        return whole, self._view_part(self.totals[run]), self._shares.pop(run, None)
 
-    def change(self, whole: Tensor, total: Tensor, share: Tensor, hook: Hook) -> Tensor | None:
+    def apply(self, whole: Tensor, total: Tensor, share: Tensor, hook: Hook) -> Tensor | None:
         """Call a hook with the view's share. Return the base's gradient with the hook's result."""
-        now = self._part(whole)
+        now = self._view_part(whole)
         # Where the share is the whole gradient, nothing is subtracted: inf - inf would be NaN.
         is_all = total == share
         rest = total - share
@@ -97,14 +97,14 @@ class _ViewGradients:
         if new is None:
             return None
         whole = whole.clone()
-        self._part(whole).copy_(torch.where(is_all, new, new + rest))
+        self._view_part(whole).copy_(torch.where(is_all, new, new + rest))
         return whole
 
-    def _whole(self, grad: Tensor) -> Tensor:
+    def _in_base_layout(self, grad: Tensor) -> Tensor:
         # The view's strides refer to the base's memory; a gradient may have another layout.
         return grad.new_empty_strided(*self._base_layout).copy_(grad)
 
-    def _part(self, whole: Tensor) -> Tensor:
+    def _view_part(self, whole: Tensor) -> Tensor:
         return whole.as_strided(*self._view_layout)
 
 
@@ -113,7 +113,7 @@ class HookedView:
     """A hook on a view, and on its base in case the view is written to.
 
     The gradient of uses before the write arrives at the view. The gradient of later uses arrives at
-    the node of the write. `settle` looks this node up, before the backward. Both gradients are
+    the node of the write. `find_write` looks this node up, before the backward. Both gradients are
     complete when the base's own gradient is complete, and are part of it.
 
     Without the node of the write, the base's gradient is the view's if only the view holds the
@@ -157,7 +157,7 @@ class HookedView:
             # Keep the key and not the hook: the view and the hook would hold each other.
             self._key = hook_gradient(base, GradHook(self.at_base), owner, number, is_last=is_last)
 
-    def settle(self, *, is_over: bool = True) -> None:
+    def find_write(self, *, is_over: bool = True) -> None:
         """Look for the node of a write to the view.
 
         If it is over, which means that the view will not be written to from now on, the hook is
@@ -176,17 +176,17 @@ class HookedView:
             with _lock:
                 unhook_gradient(base, self._key)
 
-    def settle_later(self) -> Callable[[], None]:
+    def write_finder(self) -> Callable[[], None]:
         """Return a function that settles the view while it may still be written to.
 
         The function holds the base, without which the node of a write cannot be found.
         """
-        return partial(self._settle_holding, self._base())
+        return partial(self._find_write_holding, self._base())
 
-    def _settle_holding(self, base: Tensor | None) -> None:
-        self.settle(is_over=False)
+    def _find_write_holding(self, base: Tensor | None) -> None:
+        self.find_write(is_over=False)
 
-    def is_of(self, base: Tensor) -> bool:
+    def is_view_of(self, base: Tensor) -> bool:
         """Tell whether this view shares a tensor's memory."""
         return self._base() is base
 
@@ -200,17 +200,17 @@ class HookedView:
     def at_write(self, grads: tuple[Tensor | None, ...], _: Any) -> None:
         """Add the gradient that flows on from the node of the first write to the old value."""
         self._write_ran = True
-        if grads[0] is not None and not is_of_older_vmap(grads[0]):
+        if grads[0] is not None and not is_legacy_batched(grads[0]):
             self._gradients.add_from_base(grads[0])
 
     def at_base(self, grad: Tensor) -> Any:
         """Handle the gradient at the base, when all gradients have arrived: the tensor hook."""
         if self._is_settled or not self._is_written():
             return None
-        if is_of_older_vmap(grad):  # it lacks the operations that tell the parts of a gradient
+        if is_legacy_batched(grad):  # it lacks the operations that tell the parts of a gradient
             self._lost()
             return None
-        whole, total, share = self._gradients.close(grad)
+        whole, total, share = self._gradients.finish_run(grad)
         # In the run in which the node of the write was found, it may have run before.
         is_found = self._has_node and self._node_found_in != backward_number()
         if not (is_found or self._write_ran):
@@ -218,7 +218,7 @@ class HookedView:
                 self._lost()
                 return None
             share = total
-        return None if share is None else self._gradients.change(whole, total, share, self._hook)
+        return None if share is None else self._gradients.apply(whole, total, share, self._hook)
 
     def _is_written(self) -> bool:
         return self._counter._version != self._version
@@ -252,8 +252,8 @@ def hook_value(
         The view, if the tensor is a view that can be written to; else None.
     """
     # Counted before this frame holds the base, too.
-    is_alone = tensor._is_view() and is_held_by_one_view(tensor)
-    base = base_of_view(tensor)
+    is_alone = tensor._is_view() and holds_base_alone(tensor)
+    base = base_in_graph(tensor)
     if base is None:
         hook_gradient(tensor, hook, owner, number, is_last=is_last)
         return None

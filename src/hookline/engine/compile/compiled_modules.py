@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 from torch.compiler import is_dynamo_compiling, set_stance
 
-from hookline.engine.torch_private.dynamo import has_compiled
+from hookline.engine.torch_private.dynamo import may_have_compiled
 from hookline.engine.torch_private.graph.compilers import filters_guards
 from hookline.engine.torch_private.modules import children, holds_compiled_call
 from hookline.util.locks import fork_safe_lock
@@ -73,7 +73,7 @@ class Borders:
             entry = Borders._replaced_calls.get(module)
             if entry is None:
                 compiled = module.__dict__["_compiled_call_impl"]
-                replacement = partial(_around, weakref.ref(module), compiled)
+                replacement = partial(_call_own_compiled, weakref.ref(module), compiled)
                 entry = Borders._replaced_calls[module] = set(), compiled, replacement
                 module.__dict__["_compiled_call_impl"] = replacement
             entry[0].add(id(self))
@@ -99,7 +99,7 @@ class Borders:
 _with_fewer_guards: WeakIdentityMap[bool] = WeakIdentityMap()
 
 
-def has_fewer_guards(module: nn.Module) -> bool:
+def may_lack_guards(module: nn.Module) -> bool:
     """Tell whether compiled code of a module may lack the guards that notice a line."""
     return module in _with_fewer_guards
 
@@ -113,7 +113,7 @@ def is_compiled(module: nn.Module) -> bool:
     return kind in type(module).__mro__
 
 
-def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
+def find_compiled(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
     """Find the modules of a model that were compiled by `module.compile()`.
 
     Returns:
@@ -135,7 +135,7 @@ def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
     return visited, compiled
 
 
-def inside_compiled(module: nn.Module) -> nn.Module:
+def unwrap_compiled(module: nn.Module) -> nn.Module:
     """Return the module inside `torch.compile(module)`; return any other module unchanged."""
     loaded = imported("torch._dynamo")
     while loaded is not None and isinstance(module, loaded.OptimizedModule):
@@ -143,18 +143,18 @@ def inside_compiled(module: nn.Module) -> nn.Module:
     return module
 
 
-def uncompiled() -> AbstractContextManager[Any]:
+def force_eager() -> AbstractContextManager[Any]:
     """Run modules as they are written inside, also compiled ones."""
-    return set_stance("force_eager") if has_compiled() else nullcontext()
+    return set_stance("force_eager") if may_have_compiled() else nullcontext()
 
 
-def _around(
+def _call_own_compiled(
     module_ref: weakref.ref[nn.Module], compiled: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     module = module_ref()
     if module is None or is_dynamo_compiling():
         return compiled(*args, **kwargs)
-    return _watched(module, sys._getframe(), compiled, args, kwargs)
+    return _call_and_report(module, sys._getframe(), compiled, args, kwargs)
 
 
 def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,10 +165,10 @@ def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
     if filters_guards(optimized):
         _with_fewer_guards[optimized._orig_mod] = True
     frame, call = sys._getframe(), partial(original, optimized)
-    return _watched(optimized._orig_mod, frame, call, args, kwargs)
+    return _call_and_report(optimized._orig_mod, frame, call, args, kwargs)
 
 
-def _watched(
+def _call_and_report(
     module: nn.Module, frame: FrameType, call: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     held = filter(None, [border.watcher() for border in Borders._all])

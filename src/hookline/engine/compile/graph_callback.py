@@ -71,16 +71,16 @@ class GraphCapture:
         """Count the calls of this run."""
         return 0 if self.caught is None else len(self.caught)
 
-    def is_meant(self) -> bool:
+    def should_capture(self) -> bool:
         """Tell whether the present call should be captured."""
         return self.call is None or self.call == self.n_before + self.n_calls()
 
-    def own(self) -> None:
+    def clone_caught(self) -> None:
         """Copy the captured values, which lie in memory of a CUDA graph."""
         caught, self.caught = self.caught, None  # also if a tensor was overwritten already
         self.caught = tree.map_tensors(Tensor.clone, caught)
 
-    def taken(self) -> tuple[Any, ...]:
+    def take_caught(self) -> tuple[Any, ...]:
         """Return the captured values and clear them."""
         caught, self.caught = self.caught, None
         return caught or ()
@@ -113,7 +113,7 @@ class GraphEdit(GraphCapture):
 
     def capture(self, value: Any) -> Any:
         """Change a value, if this call should be changed."""
-        is_meant = self.is_meant()
+        is_meant = self.should_capture()
         self.add(is_meant)
         return self.change(NO_PASS, value) if is_meant else None
 
@@ -137,25 +137,25 @@ class GraphGradient(GraphCapture):
         self.number: Tensor = number
         self.switch: Switch = switch
 
-    def own(self) -> None:
+    def clone_caught(self) -> None:
         """Leave the tensors as they are, because they get hooks."""
 
 
-def defaults_by_name(function: Callable[..., Any], n_given: int) -> Callable[..., Any]:
+def bind_own_defaults(function: Callable[..., Any], n_positional: int) -> Callable[..., Any]:
     """Bind a user's function to its own defaults.
 
     Compiled code of torch 2.11 treats two functions of the same code as one, whatever their
     defaults are. For `lambda value, k=k: value * k` in a loop, it would use the first `k` for all.
 
     Args:
-        n_given: the number of positional arguments in each call.
+        n_positional: the number of positional arguments in each call.
     """
     if not isinstance(function, types.FunctionType) or not function.__defaults__:
         return function
     code, values = function.__code__, function.__defaults__
     names = code.co_varnames[: code.co_argcount]
     defaults = dict(zip(names[-len(values) :], values, strict=True))
-    named = names[max(n_given, code.co_posonlyargcount) :]
+    named = names[max(n_positional, code.co_posonlyargcount) :]
     named_defaults = {name: defaults[name] for name in named if name in defaults}
     return functools.partial(function, **named_defaults) if named_defaults else function
 
@@ -175,24 +175,24 @@ def graph_snapshot(value: Any) -> Any:
 
 def _copy(tensor: Tensor) -> Tensor:
     if runs_in_transform():
-        _keep_in_graphs()
-        return _whole_batch(tensor.detach().clone())
+        _keep_unwrap_in_graphs()
+        return _unwrap_transforms(tensor.detach().clone())
     return tensor.detach().clone()
 
 
 def _copy_with_graph(tensor: Tensor) -> Tensor:
     if runs_in_transform():
-        _keep_in_graphs()
-        return _whole_batch(tensor.clone())
+        _keep_unwrap_in_graphs()
+        return _unwrap_transforms(tensor.clone())
     return tensor.clone()
 
 
 @while_tracing
-def _keep_in_graphs() -> None:
-    keep_call_in_graphs(_whole_batch)
+def _keep_unwrap_in_graphs() -> None:
+    keep_call_in_graphs(_unwrap_transforms)
 
 
-def _whole_batch(copied: Tensor) -> Tensor:
+def _unwrap_transforms(copied: Tensor) -> Tensor:
     """Remove the wrappers of transforms: no graph can return a wrapped tensor."""
     # Under torch.func.grad, the operations in `plain` wrap their results again.
     return innermost(plain(copied, keeps_graph=True, also_running=True))

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from hookline.engine.torch_private.dynamo import is_disabled
-from hookline.engine.torch_private.hooks import own_kinds
+from hookline.engine.torch_private.dynamo import is_compile_disabled
+from hookline.engine.torch_private.hooks import own_hook_mask
 from hookline.util.locks import fork_safe_lock
 from hookline.util.weak_map import WeakIdentityMap
 
@@ -44,19 +44,19 @@ _copies: weakref.WeakKeyDictionary[FunctionType, dict[int, tuple[CodeType, CodeT
 _lock = fork_safe_lock()
 
 
-def mark(module: nn.Module, owner: object) -> None:
+def mark_forward(module: nn.Module, owner: object) -> None:
     """Keep code that was compiled before from being used for a module. Idempotent."""
     if isinstance(module, torch.jit.ScriptModule):
         return  # its class has no forward, and torch calls no hook on it
     with _lock:
         owners = _owners.get_or_add(module, set)
         if not owners:
-            note = _note_of(module.__dict__.get("forward"))
+            note = _mark_origin(module.__dict__.get("forward"))
             if note is not None:
-                _retire(note.source)
+                _discard_code_copies(note.source)
         owners.add(id(owner))
-        _renew(module)
-        _put(module)
+        _renew_locked(module)
+        _put_mark(module)
 
 
 @final
@@ -73,7 +73,7 @@ class Marks:
         """Mark modules. Idempotent."""
         for module in modules:
             self._marked[id(module)] = module  # first, so that an interrupt removes the mark, too
-            mark(module, self)
+            mark_forward(module, self)
 
     def renew(self) -> list[nn.Module]:
         """Renew the marks of modules whose class has got another forward.
@@ -83,22 +83,22 @@ class Marks:
         """
         kinds = list(map(type, self._marked.values()))
         if kinds == self._kinds and all(
-            forward_of(kind) is was for kind, was in self._forwards.items()
+            class_forward(kind) is was for kind, was in self._forwards.items()
         ):
             return []
-        self._kinds, self._forwards = kinds, {kind: forward_of(kind) for kind in kinds}
+        self._kinds, self._forwards = kinds, {kind: class_forward(kind) for kind in kinds}
         # A copy: another thread may add modules, or end the line.
-        return [module for module in list(self._marked.values()) if renew(module)]
+        return [module for module in list(self._marked.values()) if renew_mark(module)]
 
-    def is_stale(self, module: nn.Module) -> bool:
+    def renew_if_stale(self, module: nn.Module) -> bool:
         """Renew the mark of a module whose class has got another forward; tell whether it had."""
-        return id(module) in self._marked and renew(module)
+        return id(module) in self._marked and renew_mark(module)
 
-    def discard(self, number: int) -> None:
+    def discard(self, module_id: int) -> None:
         """Remove the mark of the module with this id, if the module is marked."""
-        if number in self._marked:
-            unmark(self._marked[number], self)
-            del self._marked[number]
+        if module_id in self._marked:
+            unmark_forward(self._marked[module_id], self)
+            del self._marked[module_id]
 
     def clear(self) -> None:
         """Remove all marks. Idempotent."""
@@ -106,40 +106,40 @@ class Marks:
             self.discard(next(iter(self._marked)))
 
 
-def renew(module: nn.Module) -> bool:
+def renew_mark(module: nn.Module) -> bool:
     """Renew the mark of a module whose class has got another forward; tell whether it had.
 
     The forward changes by `Class.forward = ...`, by another `__class__`, or by `recompile()` of a
     `torch.fx.GraphModule`.
     """
     with _lock:
-        return _renew(module)
+        return _renew_locked(module)
 
 
-def _renew(module: nn.Module) -> bool:
+def _renew_locked(module: nn.Module) -> bool:
     standing: Any = module.__dict__.get("forward")
-    note = _note_of(standing)
-    if note is None or note.is_own or note.source is forward_of(type(module)):
+    note = _mark_origin(standing)
+    if note is None or note.is_own or note.source is class_forward(type(module)):
         return False
-    source, bound, _ = _parts_of_forward(module, None)
-    if source is note.source and (source is not _through or bound == standing.__self__):
+    source, bound, _ = _mark_parts(module, None)
+    if source is note.source and (source is not _call_forward or bound == standing.__self__):
         return False
-    _put_back(module)
-    _put(module)
+    _restore_forward(module)
+    _put_mark(module)
     return True
 
 
-def follow(module: nn.Module) -> None:
+def update_mark(module: nn.Module) -> None:
     """Update the mark of a module whose hooks have changed; a no-op for an unmarked module.
 
     A module without a forward in its `__dict__` is unmarked, so callers may skip it.
     """
     with _lock:
         if module in _owners:
-            _put(module)
+            _put_mark(module)
 
 
-def unmark(module: nn.Module, owner: object) -> None:
+def unmark_forward(module: nn.Module, owner: object) -> None:
     """Remove an owner's mark; without owners the module is restored. Idempotent."""
     with _lock:
         owners = _owners.get(module)
@@ -148,9 +148,9 @@ def unmark(module: nn.Module, owner: object) -> None:
         if not owners:  # None, where an interrupt has left the mark without owners
             _owners.pop(module)
             # A user has replaced the mark and may still hold it.
-            if _note_of(module.__dict__.get("forward")) is None:
-                _retire(_through, inspect.getattr_static(type(module), "forward"))
-            _put_back(module)
+            if _mark_origin(module.__dict__.get("forward")) is None:
+                _discard_code_copies(_call_forward, inspect.getattr_static(type(module), "forward"))
+            _restore_forward(module)
 
 
 def unmark_copy(module: nn.Module) -> None:
@@ -158,7 +158,7 @@ def unmark_copy(module: nn.Module) -> None:
     with _lock:
         if module in _owners:
             return
-        _put_back(module)
+        _restore_forward(module)
         standing: Any = module.__dict__.get("forward")
         # A pickled mark was loaded by its name: as the class's forward, or as `__call__` of the
         # module's own forward.
@@ -171,21 +171,21 @@ def unmark_copy(module: nn.Module) -> None:
 def has_own_forward(module: nn.Module) -> bool:
     """Tell whether a user gave the module itself a forward; a mark alone does not count."""
     standing = module.__dict__.get("forward")
-    note = _note_of(standing)
+    note = _mark_origin(standing)
     return standing is not None and (note is None or note.is_own)
 
 
-def forward_of(kind: type) -> Any:
+def class_forward(kind: type) -> Any:
     """Return the forward of a class; None where only its instances have a forward."""
     return getattr(kind, "forward", None)
 
 
-def _note_of(forward: Any) -> _MarkOrigin | None:
+def _mark_origin(forward: Any) -> _MarkOrigin | None:
     function = getattr(forward, "__func__", None)
     return _notes.get(function) if isinstance(function, FunctionType) else None
 
 
-def _retire(*sources: object) -> None:
+def _discard_code_copies(*sources: object) -> None:
     """Use other copies of the code for later marks.
 
     A marked forward has escaped and may have been compiled without a line.
@@ -195,44 +195,44 @@ def _retire(*sources: object) -> None:
             _copies.pop(source, {})
 
 
-def _put(module: nn.Module) -> None:
+def _put_mark(module: nn.Module) -> None:
     standing: Any = module.__dict__.get("forward")
-    note, kinds = _note_of(standing), own_kinds(module)
+    note, kinds = _mark_origin(standing), own_hook_mask(module)
     source: Any
     if note is None:
-        source, bound, is_own = _parts_of_forward(module, standing)
+        source, bound, is_own = _mark_parts(module, standing)
     else:
         source, bound, is_own = note.source, standing.__self__, note.is_own
     code = _copy_of_code(source, kinds)
     if note is not None and standing.__func__.__code__ is code:
         return
-    twin = _twin(source, code, bound)
+    twin = _copy_function(source, code, bound)
     _notes[twin] = _MarkOrigin(source, is_own)
     new_mark = module.__dict__["forward"] = MethodType(twin, bound)
     # `forward` is a property, so the guard of compiled code would fail.
     if module.forward is not new_mark:
-        _put_back(module)
+        _restore_forward(module)
 
 
-def _parts_of_forward(module: nn.Module, standing: Any) -> tuple[Any, Any, bool]:
+def _mark_parts(module: nn.Module, standing: Any) -> tuple[Any, Any, bool]:
     """Return the parts of a mark: a function, its bound object and `_MarkOrigin.is_own`."""
     if standing is not None:
-        return _through, standing, True
+        return _call_forward, standing, True
     forward: Any = inspect.getattr_static(type(module), "forward")
-    if isinstance(forward, FunctionType) and not is_disabled(forward):
+    if isinstance(forward, FunctionType) and not is_compile_disabled(forward):
         return forward, module, False
     bind = getattr(type(forward), "__get__", None)
-    return _through, forward if bind is None else bind(forward, module, type(module)), False
+    return _call_forward, forward if bind is None else bind(forward, module, type(module)), False
 
 
-def _through(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _call_forward(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a forward that has no code to copy, or is not bound to the module."""
     return forward(*args, **kwargs)
 
 
-def _put_back(module: nn.Module) -> None:
+def _restore_forward(module: nn.Module) -> None:
     standing: Any = module.__dict__.get("forward")
-    note = _note_of(standing)
+    note = _mark_origin(standing)
     if note is None:
         return  # no mark, or a user's forward has replaced the mark
     if note.is_own:
@@ -242,7 +242,7 @@ def _put_back(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def _twin(source: FunctionType, code: CodeType, bound: Any) -> FunctionType:
+def _copy_function(source: FunctionType, code: CodeType, bound: Any) -> FunctionType:
     """Copy a function such that compiled code can tell the copy from the original."""
     is_through = source.__globals__ is globals()
     twin = FunctionType(
@@ -259,11 +259,11 @@ def _twin(source: FunctionType, code: CodeType, bound: Any) -> FunctionType:
     twin.__annotations__ = getattr(like, "__annotations__", {})
     twin.__dict__.update(source.__dict__)
     if is_through:
-        twin.__signature__ = _signature(bound)  # type: ignore[attr-defined]
+        twin.__signature__ = _mark_signature(bound)  # type: ignore[attr-defined]
     return twin
 
 
-def _signature(forward: Callable[..., Any]) -> Any:
+def _mark_signature(forward: Callable[..., Any]) -> Any:
     """Return the signature of a function that takes a forward and the forward's arguments."""
     try:
         signature = inspect.signature(forward)
@@ -273,10 +273,10 @@ def _signature(forward: Callable[..., Any]) -> Any:
     return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
-def _copy_of_code(function: FunctionType, kinds: int) -> CodeType:
+def _copy_of_code(function: FunctionType, hook_mask: int) -> CodeType:
     copies = _copies.setdefault(function, {})
-    original, copy = copies.get(kinds, (None, None))
+    original, copy = copies.get(hook_mask, (None, None))
     if copy is None or original is not function.__code__:
         copy = function.__code__.replace()
-        copies[kinds] = function.__code__, copy
+        copies[hook_mask] = function.__code__, copy
     return copy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hookline.engine.selection.site import Site
-from hookline.engine.torch_private.dynamo import is_in_operator, is_limit, is_untraceable
+from hookline.engine.torch_private.dynamo import is_in_operator, is_recompile_limit, is_untraceable
 
 _UNTRACEABLE = (
     "hookline: the hook at {site} ({type}) cannot be part of a compiled graph; the reason is"
@@ -32,7 +32,7 @@ _LIMIT = (
 )
 
 
-def note_on(error: BaseException, site: Site | None) -> str | None:
+def explain_error(error: BaseException, site: Site | None) -> str | None:
     """Explain how an error of torch.compile is related to hooks, and the fix.
 
     Args:
@@ -47,4 +47,4 @@ def note_on(error: BaseException, site: Site | None) -> str | None:
         return why.format(site=site, type=site.module_type)
     if site is not None and is_in_operator(error):
         return _IN_OPERATOR.format(site=site, type=site.module_type)
-    return _LIMIT if is_limit(error) else None
+    return _LIMIT if is_recompile_limit(error) else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine.passes.passes import Pass, Switch
-from hookline.engine.torch_private.graph.compilers import graphs_own_memory
+from hookline.engine.torch_private.graph.compilers import may_use_cudagraph_memory
 
 _runs: weakref.WeakValueDictionary[int, CompiledRun] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -63,15 +63,15 @@ class CallCounts(dict[Any, int]):
         settle: collects the values left by compiled code; called before a count is read.
     """
 
-    __slots__ = ("_settle",)
+    __slots__ = ("_collect",)
 
     def __init__(self, calls: dict[Any, int], settle: Callable[[], None]) -> None:
         super().__init__(calls)
-        self._settle = settle
+        self._collect = settle
 
     def get(self, tap: Any, default: Any = None) -> Any:
         """Return the number of a tap's calls."""
-        self._settle()
+        self._collect()
         return super().get(tap, default)
 
     def __setitem__(self, tap: Any, number: int) -> None:
@@ -103,7 +103,7 @@ def flush_before_reads(current: Pass, settle: Callable[[], None]) -> None:
         current.note = _FlushingNote(current.note, settle)
 
 
-def stop_settling(current: Pass) -> None:
+def stop_collecting(current: Pass) -> None:
     """Restore a pass's counts and log, after its compiled code has ended."""
     if isinstance(current.calls, CallCounts):
         current.calls = dict(current.calls)
@@ -146,10 +146,10 @@ class CurrentRun:
 
     def end(self) -> None:
         """Switch all taps off and forget them."""
-        self.turn([], None)
+        self.switch_taps([], None)
         self._of_one_call = []
 
-    def turn(self, taps: list[Any], current: Pass | None) -> ActiveTaps:
+    def switch_taps(self, taps: list[Any], current: Pass | None) -> ActiveTaps:
         """Let compiled code use these taps in this pass, and no other taps.
 
         The values that earlier code has left on the taps are collected first.
@@ -159,9 +159,9 @@ class CurrentRun:
         """
         before = self._active
         if before[1] is not None and before[1] is not current:
-            stop_settling(before[1])
+            stop_collecting(before[1])
         try:
-            self._settle(is_over=True)
+            self._collect(is_over=True)
         finally:
             self._active = taps, current
             self.switch.is_on = current is not None
@@ -170,7 +170,7 @@ class CurrentRun:
             for tap in taps:
                 tap.active = tap.traced
         if current is not None:
-            flush_before_reads(current, self._settle)
+            flush_before_reads(current, self._collect)
             self._begin(current)
         return before
 
@@ -185,17 +185,17 @@ class CurrentRun:
             region = current.region
             self.switch.number = number if region is None else region.run_number(number)
 
-    def _settle(self, *, is_over: bool = False) -> None:
+    def _collect(self, *, is_over: bool = False) -> None:
         """Collect the values left by compiled code so far; later values belong to another run."""
         taps, current = self._active
         run, self._run = self._run, None  # the callbacks called here must not collect again
         if run is None or current is None:
             return
-        is_new, must_own = False, graphs_own_memory()
+        is_new, must_own = False, may_use_cudagraph_memory()
         for tap in taps:
             if tap.traced is not None and tap.traced.caught is not None:
                 if must_own:
-                    tap.traced.own()
+                    tap.traced.clone_caught()
                 tap.collect(current, run)
                 is_new = True
         if is_new and not is_over:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hookline.engine.torch_private.distributed import (
-    fsdp1_layouts,
+    fsdp1_dtensor_layouts,
+    fsdp2_parameter_pairs,
     is_dtensor,
-    is_summand,
-    sharded_parameters,
+    is_partial_dtensor,
 )
 
 
@@ -41,7 +41,7 @@ def split_ranks(model: nn.Module) -> list[int]:
     tensors: list[Any] = [tensor for tensor in model.parameters() if id(tensor) not in by_fsdp]
     tensors += [unsharded for _, unsharded in pairs if unsharded is not None]
     layouts = [(tensor.device_mesh, tensor.placements) for tensor in tensors if is_dtensor(tensor)]
-    layouts += [(layout.mesh, layout.placements) for layout in fsdp1_layouts(model)]
+    layouts += [(layout.mesh, layout.placements) for layout in fsdp1_dtensor_layouts(model)]
     ranks: set[int] = set()
     for mesh, placements in layouts:
         ranks.update(_along(mesh, [dim for dim, of in enumerate(placements) if of.is_shard()]))
@@ -59,15 +59,15 @@ def _along(mesh: Any, dims: list[int]) -> list[int]:
 
 
 def _of_fsdp2(model: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
-    return [pair for module in model.modules() for pair in sharded_parameters(module)]
+    return [pair for module in model.modules() for pair in fsdp2_parameter_pairs(module)]
 
 
-def summed(tensor: Tensor) -> Tensor:
+def reduce_partial(tensor: Tensor) -> Tensor:
     """Sum a DTensor of summands over ranks, as an optimizer does: a collective of its mesh.
 
     A tensor that is no summand is returned as it is.
     """
-    if not is_summand(tensor):
+    if not is_partial_dtensor(tensor):
         return tensor
     spread: Any = tensor
     # Found where a DTensor exists, so this imports nothing new.
@@ -79,7 +79,7 @@ def summed(tensor: Tensor) -> Tensor:
     return whole
 
 
-def gathered(tensor: Tensor, group: Any) -> Tensor:
+def gather_stacked(tensor: Tensor, group: Any) -> Tensor:
     """Gather a tensor from each rank of a group and stack the tensors: a collective."""
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)

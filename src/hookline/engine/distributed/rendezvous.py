@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hookline.display.text import listed
-from hookline.engine.torch_private.distributed import default_store, is_grouped
+from hookline.engine.torch_private.distributed import default_store, has_process_group
 from hookline.errors import RanksError, warn
 
 # The default time that ranks wait for one another, in seconds.
@@ -32,7 +32,7 @@ def ranks_of(group: Any, question: str) -> list[int]:
     Raises:
         RanksError: no process group is initialised, or this process is not in the group.
     """
-    if not is_grouped():
+    if not has_process_group():
         raise RanksError(
             f"{question} asks all ranks of a process group, and there is none (or no longer)."
             "\nCall it between torch.distributed.init_process_group(...) and"
@@ -52,7 +52,7 @@ def note_failure(how: str) -> None:
 
     The note is kept until the ranks have met: until then, this rank may have missed a call.
     """
-    if is_grouped() and dist.get_world_size() > 1:
+    if has_process_group() and dist.get_world_size() > 1:
         with suppress(RuntimeError, ConnectionError):  # the store is gone, and nobody waits
             default_store().set(_note_of(dist.get_rank()), how[:_MOST_OF_A_NOTE])
 
@@ -100,7 +100,7 @@ def gather_json(
     if len(ranks) == 1:
         return [data]
     try:
-        verdict = _verdict(question, data, ranks, timeout)
+        verdict = _reach_verdict(question, data, ranks, timeout)
     except (RuntimeError, ConnectionError) as error:
         raise RanksError(
             f"{question}: the store over which the ranks meet is gone, and so is the process that"
@@ -111,7 +111,7 @@ def gather_json(
     if missing:
         raise RanksError(
             f"{verdict['question']} waited {verdict['seconds']:g} s for {_names(missing)}, which"
-            f" did not come{_after(verdict['failed'])}."
+            f" did not come{_failure_text(verdict['failed'])}."
             "\nCall it on every rank of the group, outside of `if rank == 0:`. A rank that died or"
             " raised never comes: look at its output. timeout= is how long to wait, in seconds."
         )
@@ -120,7 +120,7 @@ def gather_json(
             f"the ranks ask for different things: {say_by_rank(ranks, questions)}."
             "\nCall the same on every rank, in the same order."
         )
-    if is_of_a_step and (doubts := _doubts(verdict, ranks)):
+    if is_of_a_step and (doubts := _step_doubts(verdict, ranks)):
         warn(
             f"{question} may combine values of different steps: {' and '.join(doubts)}."
             "\nLeave a step out on all ranks or on none: their calls are paired in order."
@@ -128,7 +128,7 @@ def gather_json(
     return [json.loads(verdict["texts"][index]) for index in verdict["answers"]]
 
 
-def _doubts(verdict: dict[str, Any], ranks: Sequence[int]) -> list[str]:
+def _step_doubts(verdict: dict[str, Any], ranks: Sequence[int]) -> list[str]:
     """Return why it is not sure that the ranks are at the same step."""
     doubts = []
     failed = {rank: note for rank, note in zip(ranks, verdict["notes"], strict=True) if note}
@@ -140,11 +140,13 @@ def _doubts(verdict: dict[str, Any], ranks: Sequence[int]) -> list[str]:
     return doubts
 
 
-def _after(failed: dict[str, str]) -> str:
+def _failure_text(failed: dict[str, str]) -> str:
     return f" ({say_by_rank(map(int, failed), failed.values())})" if failed else ""
 
 
-def _verdict(question: str, data: Any, ranks: Sequence[int], timeout: float) -> dict[str, Any]:
+def _reach_verdict(
+    question: str, data: Any, ranks: Sequence[int], timeout: float
+) -> dict[str, Any]:
     store, me = default_store(), dist.get_rank()
     name = f"hookline/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:12]}"
     number = _number(store, name, ranks, question)
@@ -155,11 +157,11 @@ def _verdict(question: str, data: Any, ranks: Sequence[int], timeout: float) -> 
     is_judge = me == ranks[0]
     awaited = [f"{base}/{rank}" for rank in ranks] if is_judge else [verdict_key]
     is_settled = store.check([verdict_key])  # a verdict exists, so this rank is late
-    if is_settled or (has_come(store, awaited, timeout) and not is_judge):
+    if is_settled or (wait_for_keys(store, awaited, timeout) and not is_judge):
         text = store.get(verdict_key)
     else:
         # The first rank that sets the verdict sets it for all, late ranks included.
-        proposal = _proposed(store, base, ranks, question)
+        proposal = _propose_verdict(store, base, ranks, question)
         text = store.compare_set(verdict_key, "", json.dumps({**proposal, "seconds": timeout}))
     verdict: dict[str, Any] = json.loads(text)
     if note and not verdict["missing"]:
@@ -170,7 +172,7 @@ def _verdict(question: str, data: Any, ranks: Sequence[int], timeout: float) -> 
     return verdict
 
 
-def _proposed(store: Any, base: str, ranks: Sequence[int], question: str) -> dict[str, Any]:
+def _propose_verdict(store: Any, base: str, ranks: Sequence[int], question: str) -> dict[str, Any]:
     """Return the verdict as this rank sees it: who is missing, or else what all have said."""
     keys = {rank: f"{base}/{rank}" for rank in ranks}
     missing = [rank for rank, key in keys.items() if not store.check([key])]
@@ -211,7 +213,7 @@ def _verdict_at(store: Any, base: str) -> dict[str, Any] | None:
     return verdict
 
 
-def has_come(store: Any, keys: list[str], timeout: float) -> bool:
+def wait_for_keys(store: Any, keys: list[str], timeout: float) -> bool:
     """Wait for keys; return False if they did not come in time."""
     until = time.monotonic() + timeout
     try:

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.engine.distributed.parallel_ranks import gathered
+from hookline.engine.distributed.parallel_ranks import gather_stacked
 from hookline.engine.torch_private.distributed import (
-    full_value,
-    held_whole,
+    gather_full,
     is_dtensor,
+    keep_unsharded,
     wraps_fsdp1,
 )
 from hookline.engine.torch_private.hooks import HookDict, hook_dict
-from hookline.engine.torch_private.modules import tensor_tables, unwrapping
+from hookline.engine.torch_private.modules import tensor_tables, wrapper_chain
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def whole_weights(model: nn.Module) -> Iterator[Mapping[int, Tensor]]:
     Yields:
         The DTensors that tensor parallelism has made, by the id of the whole tensor.
     """
-    with _whole_in_wrappers(model), held_whole(model), _whole_dtensors(model) as split:
+    with _whole_in_wrappers(model), keep_unsharded(model), _whole_dtensors(model) as split:
         yield split
 
 
@@ -48,7 +48,7 @@ def _whole_in_wrappers(model: nn.Module) -> Iterator[None]:
             summon = wrappers[0].summon_full_params
             stack.enter_context(summon(model, writeback=False))
         for wrapper in wrappers:
-            wrapper.__dict__["forward"] = unwrapping(wrapper)[1]
+            wrapper.__dict__["forward"] = wrapper_chain(wrapper)[1]
             stack.callback(wrapper.__dict__.pop, "forward", None)
         yield
 
@@ -73,7 +73,7 @@ def _whole_dtensors(model: nn.Module) -> Iterator[Mapping[int, Tensor]]:
         for module in model.modules() if places else ():
             for kind in ("forward_pre", "forward"):
                 _take_off(hook_dict(module, kind), stack)
-            if _splits(forward := module.__dict__.get("forward")):
+            if _is_splitting(forward := module.__dict__.get("forward")):
                 stack.callback(module.__dict__.__setitem__, "forward", forward)
                 del module.__dict__["forward"]
         yield {id(wholes[id(tensor)]): tensor for _, _, tensor in places}
@@ -89,14 +89,14 @@ def _dtensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    whole = full_value(tensor.detach())
+    whole = gather_full(tensor.detach())
     return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
 
 
 def _take_off(table: HookDict, stack: ExitStack) -> None:
     """Take the hooks that split and join values off a module, until a stack unwinds."""
     hooks = list(table.items())
-    taken = [key for key, hook in hooks if _splits(hook)]
+    taken = [key for key, hook in hooks if _is_splitting(hook)]
     for key in taken:
         del table[key]
     if taken:
@@ -111,12 +111,12 @@ def _put_back(table: HookDict, hooks: list[tuple[Any, Any]], taken: list[Any]) -
     table.update(current)
 
 
-def _splits(call: Any) -> bool:
+def _is_splitting(call: Any) -> bool:
     function = getattr(call, "func", call)  # of a partial
     return str(getattr(function, "__module__", "")).startswith(_SPLITTING)
 
 
-def joined(part: Tensor, weight: Tensor | None, width: int) -> Tensor:
+def gather_last_dim(part: Tensor, weight: Tensor | None, width: int) -> Tensor:
     """Join the parts of a value that the ranks have in its last dimension: a collective.
 
     Args:
@@ -126,11 +126,11 @@ def joined(part: Tensor, weight: Tensor | None, width: int) -> Tensor:
         width: the last dimension of the whole.
     """
     if is_dtensor(part):
-        return full_value(part)
+        return gather_full(part)
     if weight is None or part.shape[-1] == width:
         return part
     for dim, placement in enumerate(weight.placements):  # type: ignore[attr-defined]
         if placement.is_shard(weight.dim() - 1):
             group = weight.device_mesh.get_group(dim)  # type: ignore[attr-defined]
-            part = torch.cat(list(gathered(part, group)), -1)
+            part = torch.cat(list(gather_stacked(part, group)), -1)
     return part

@@ -15,12 +15,12 @@ from torch import Tensor
 from hookline.engine.autograd.gradient_operator import (
     ENDED,
     LOST,
-    emptied,
+    empty_placeholder,
+    find_untraced_writes,
     hook_in_graph,
-    number_of,
-    outline,
-    place_in,
-    settle_untraced_views,
+    index_or_length,
+    outline_with_slots,
+    register_receiver,
 )
 from hookline.engine.compile.graph_callback import NO_PASS, GraphCapture, GraphGradient
 from hookline.engine.compile.runs import CompiledRun, run_of
@@ -40,12 +40,12 @@ from hookline.engine.taps.base import Order
 from hookline.engine.torch_private.autograd import is_written_by_compiled
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError,
-    come_from_outside,
-    next_hook,
+    graph_origin_codes,
+    next_hook_number,
     while_tracing,
 )
 from hookline.engine.torch_private.graph.compilers import has_compiled_backward
-from hookline.engine.torch_private.graph.stand_ins import note_stand_ins, take_stand_ins
+from hookline.engine.torch_private.graph.stand_ins import note_fake_tensors, take_fake_tensors
 from hookline.errors import AttachError
 
 
@@ -78,15 +78,15 @@ class GraphGradientTap(GradientTap):
         self.is_in_graph: bool = False
 
     def _as_traced(self) -> GraphCapture:
-        return GraphGradient(self.site.call, number_of(self), self.passes.switch)
+        return GraphGradient(self.site.call, register_receiver(self), self.passes.switch)
 
     def trace(self, value: Any) -> None:
         """Hook a value in the graph being compiled, so that its gradients leave the graph."""
-        self.is_traced()
+        self.prepare_tracing()
         traced = self.active
         if not isinstance(traced, GraphGradient):
             return
-        if not traced.is_meant():
+        if not traced.should_capture():
             traced.add(None)
             return
         value = self.part(NO_PASS, value)
@@ -96,16 +96,16 @@ class GraphGradientTap(GradientTap):
         for tensor in _tensors(value):
             slot = None
             if tensor.requires_grad:
-                slot = place_in(tensors, tensor)
+                slot = index_or_length(tensors, tensor)
                 if slot == len(tensors):
                     tensors.append(tensor)
             slots.append(slot)
         if is_on and not tensors and runs_in_transform():
-            note_stand_ins(_tensors(value))
-            self._refuse_examples()
+            note_fake_tensors(_tensors(value))
+            self._refuse_vmapped()
         outside = self._hook_traced(traced, tensors, is_on=is_on) if tensors else ()
         # The structure of a value with parts, with empty tensors.
-        form = None if isinstance(value, Tensor) else tree.map_tensors(emptied, value)
+        form = None if isinstance(value, Tensor) else tree.map_tensors(empty_placeholder, value)
         traced.add((tuple(slots), form, is_on, outside))
 
     def _hook_traced(self, traced: GraphGradient, tensors: list[Tensor], *, is_on: bool) -> Outside:
@@ -116,12 +116,12 @@ class GraphGradientTap(GradientTap):
             too, so these tensors get hooks there.
         """
         call, of_run, owner = traced.n_calls(), traced.switch.number, self._owner()
-        are_outside = come_from_outside(tensors)
+        are_outside = graph_origin_codes(tensors)
         outside: Outside = ()
         for slot in range(len(tensors)):  # not enumerate: dynamo traces each step of it
             tensor = tensors[slot]
             if are_outside[slot] != "0":
-                number = next_hook() if are_outside[slot] == "1" else ""
+                number = next_hook_number() if are_outside[slot] == "1" else ""
                 outside = (*outside, (slot, tensor, number))
             elif is_on:
                 address = traced.number, of_run, call, slot
@@ -129,13 +129,13 @@ class GraphGradientTap(GradientTap):
         return outside
 
     @while_tracing
-    def _refuse_examples(self) -> None:
+    def _refuse_vmapped(self) -> None:
         """Refuse a value under vmap that requires a gradient, on which no hook would be called.
 
         Raises:
             TracingAttachError: a noted tensor is one example of a batch that requires a gradient.
         """
-        if any(map(hides_gradients, take_stand_ins())) and not self.on.optional:
+        if any(map(hides_gradients, take_fake_tensors())) and not self.on.optional:
             raise TracingAttachError(mapped_gradient(str(self.site)))
 
     @while_tracing
@@ -146,8 +146,8 @@ class GraphGradientTap(GradientTap):
 
     def collect(self, current: Pass, run: CompiledRun) -> None:
         """Count the values whose gradients are pending in a graph."""
-        caught = () if self.traced is None else self.traced.taken()
-        for view in settle_untraced_views():
+        caught = () if self.traced is None else self.traced.take_caught()
+        for view in find_untraced_writes():
             self.note_view(current, view)
         n_before = run.n_before[self] = current.calls.get(self, 0)
         current.calls[self] = n_before + len(caught)
@@ -170,13 +170,13 @@ class GraphGradientTap(GradientTap):
         run.pending[self, call] = GraphValue(pending, ignored)
         outside = tuple([entry for entry in outside if entry[0] not in ignored])
         if not is_on:
-            early = self._collect_off(current, early, slots, outside)
+            early = self._collect_without_grad(current, early, slots, outside)
         if form is not None:
             numbers = [early.slots.get(index, slot) for index, slot in enumerate(slots)]
-            pending.form = outline(form, numbers)
+            pending.form = outline_with_slots(form, numbers)
         is_again = current.recomputation is not None
         if is_on and (not is_again or current.recomputation.has_gradients):
-            self._wait_outside(current, pending, outside)
+            self._hook_outside(current, pending, outside)
         if not is_on or is_again:
             return
         if any(slot is not None for slot in slots):
@@ -185,7 +185,7 @@ class GraphGradientTap(GradientTap):
             self.needless += 1
             self.on.missing(current, pending)
 
-    def _collect_off(
+    def _collect_without_grad(
         self, current: Pass, early: Early, slots: TensorSlots, outside: Outside
     ) -> Early:
         """Handle a value that flowed while gradients were disabled.
@@ -204,11 +204,11 @@ class GraphGradientTap(GradientTap):
             return early
         places = {slot: -1 - slots.index(slot) for slot, _, _ in outside}
         hooked = tuple([(places[slot], tensor, number) for slot, tensor, number in outside])
-        self._wait_outside(current, early.pending, hooked)
+        self._hook_outside(current, early.pending, hooked)
         hooked_slots = {index: places[slot] for index, slot in enumerate(slots) if slot in places}
         return self._note_early(current, early._replace(slots={**early.slots, **hooked_slots}))
 
-    def _wait_outside(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
+    def _hook_outside(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
         """Hook the tensors that a graph got from outside; after the run, these tensors exist."""
         compiler = self.passes.compiler
         owner = 0 if compiler is None else compiler.owner_of(self)
@@ -247,7 +247,7 @@ class GraphGradientTap(GradientTap):
         if self.on.inside is None:
             self.arrive(current, pending, slot, grad)
         else:
-            self._arrives(pending)
+            self._count_arrival(pending)
 
     def why_silent(self) -> str | None:
         """Say why no gradient arrived."""

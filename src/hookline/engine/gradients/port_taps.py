@@ -28,13 +28,13 @@ from hookline.engine.selection.module_tree import ParameterNode
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import ON_INPUTS, HookSpec, Order, Tap, no_callback
 from hookline.engine.torch_private.autograd import (
-    base_of_view,
-    is_run_of_compiled,
+    base_in_graph,
+    is_compiled_node,
     outer_backward,
     version_counter,
 )
-from hookline.engine.torch_private.dynamo import has_compiled_forward
-from hookline.engine.torch_private.graph.checkpoint import aside
+from hookline.engine.torch_private.dynamo import may_have_compiled_forward
+from hookline.engine.torch_private.graph.checkpoint import outside_checkpoint
 from hookline.errors import AttachError, StructureError, warn
 
 
@@ -60,17 +60,17 @@ class GradOutputTap(GraphGradientTap):
         if region is None and type(output) is Tensor and output.grad_fn is not None:
             self.wait(call, output)
             return None
-        with aside(region):
+        with outside_checkpoint(region):
             value = aliases.alias_leaves(output)
-            if self.passes.compiler is not None and _is_made_anew(module, value):
+            if self.passes.compiler is not None and _returns_recreated_views(module, value):
                 self.placed += 1
                 self.lose(INSIDE)
             else:
-                self.wait(call._replace(aliases=module_backward.outputs_of(key)), value)
+                self.wait(call._replace(aliases=module_backward.output_gradients(key)), value)
         return None if value is output else value
 
 
-def _is_made_anew(module: nn.Module, value: Any) -> bool:
+def _returns_recreated_views(module: nn.Module, value: Any) -> bool:
     """Tell whether a module compiled by itself returned several tensors that share memory.
 
     Such tensors are views that were made outside the compiled code.
@@ -81,8 +81,8 @@ def _is_made_anew(module: nn.Module, value: Any) -> bool:
              if tensor.grad_fn]  # fmt: skip
     return (
         len(nodes) > 1
-        and any(is_view and not is_run_of_compiled(node) for is_view, node in nodes)
-        and has_compiled_forward(module)
+        and any(is_view and not is_compiled_node(node) for is_view, node in nodes)
+        and may_have_compiled_forward(module)
     )
 
 
@@ -107,10 +107,10 @@ class GradInputTap(GraphGradientTap):
             self.trace(self.arguments.bind(module, args, kwargs))
             return new
         key = id(sys._getframe(1))
-        call = self._call(module, module_backward.inputs_of(key))
+        call = self._call(module, module_backward.input_gradients(key))
         if call is None:
             return None
-        with aside(call.current.region):
+        with outside_checkpoint(call.current.region):
             new = aliases.alias_lasting_inputs(args, kwargs, (key, id(module)), leaves_only=True)
             args, kwargs = new or (args, kwargs)
             try:
@@ -143,7 +143,7 @@ class BorderTap(Tap):
         current = self._pass_of(module)
         if current is None:
             return None
-        with aside(current.region):
+        with outside_checkpoint(current.region):
             new = aliases.alias_lasting_inputs(args, kwargs, leaves_only=False)
         if new is None:
             return None
@@ -151,7 +151,7 @@ class BorderTap(Tap):
         current.opened.setdefault(ROOT_INPUTS, []).extend(
             (weakref.ref(base), [])
             for _, alias in tree.tensors((new[0], tuple(new[1].values())))
-            if (base := base_of_view(alias)) is not None
+            if (base := base_in_graph(alias)) is not None
         )
         return new
 
@@ -164,12 +164,12 @@ class BorderTap(Tap):
             return
         current = self.in_thread.running
         borders = [] if current is None else current.opened.pop(ROOT_INPUTS, [])
-        returned = [base_of_view(tensor) for _, tensor in tree.tensors(output)]
+        returned = [base_in_graph(tensor) for _, tensor in tree.tensors(output)]
         for base, views in borders:
             outside = base()
             if outside is None or not any(tensor is outside for tensor in returned):
                 for view in filter(None, [reference() for reference in views]):
-                    view.settle()
+                    view.find_write()
 
 
 _WRITTEN = (
@@ -213,7 +213,7 @@ class ParameterTap(GradientTap):
             self._held = None if tensor.grad is None else weakref.ref(tensor.grad)
             return (HookSpec("accumulated", "fire_reduced"),)
         # An in-place write drops a view's hooks, so the view's version is watched.
-        if not is_lazy(tensor) and base_of_view(tensor) is not None:
+        if not is_lazy(tensor) and base_in_graph(tensor) is not None:
             self._counter = version_counter(tensor)
             self._version = self._counter._version
         return (HookSpec("grad"),)
@@ -229,13 +229,13 @@ class ParameterTap(GradientTap):
             AttachError: the gradient was to be changed, but FSDP2 has added it to an earlier
                 `.grad`.
         """
-        current = self._pass(outer_backward())
+        current = self._pass_of_backward(outer_backward())
         grad = parameter.grad
         if current is None or grad is None:
             return
         self.ran += 1
         if self._held is not None and self._held() is grad:
-            self._is_sum()
+            self._handle_sum()
         # .grad is clipped, zeroed and added to in place, so a callback that keeps it must copy it.
         argument = grad if self.on.changes else grad.detach()
         new = self.arrive(current, PendingGradient(0), 0, argument)
@@ -248,7 +248,7 @@ class ParameterTap(GradientTap):
             parameter.grad = grad = new
         self._held = weakref.ref(grad)
 
-    def _is_sum(self) -> None:
+    def _handle_sum(self) -> None:
         if self.on.changes:
             raise AttachError(
                 f"{self.site} cannot be changed: FSDP2 has added it to the .grad that was there."
@@ -268,7 +268,7 @@ class ParameterTap(GradientTap):
         Pickling the tensor drops the hook, without torch's warning.
         """
         number = outer_backward()
-        current = self._pass(number)
+        current = self._pass_of_backward(number)
         if current is None:
             return None
         if self._is_written():  # a part only: the gradient of the value before the write
@@ -292,7 +292,7 @@ class ParameterTap(GradientTap):
         super().retire()
         self.on: GradientCallback = GradientCallback()
 
-    def _pass(self, backward: int) -> Pass | None:
+    def _pass_of_backward(self, backward: int) -> Pass | None:
         current = self.passes.at_parameter(backward)
         if current is None and not self.passes.closed:
             self._is_elsewhere = True

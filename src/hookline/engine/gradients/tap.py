@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from hookline.engine.autograd.aliases import has_aliases
+from hookline.engine.autograd.aliases import can_be_aliased
 from hookline.engine.autograd.module_backward import CallGradients
 from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value
 from hookline.engine.passes.modes import hides_gradients, map_batch, mapped_gradient
@@ -26,14 +26,14 @@ from hookline.engine.pytree import leaves, outlines, tree
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import Order, Tap, no_callback
 from hookline.engine.torch_private.autograd import (
-    hook_node_before,
-    is_run_of_compiled,
+    is_compiled_node,
     outer_backward,
+    prehook_node,
     version_counter,
 )
-from hookline.engine.torch_private.distributed import ReplacedTensor, source_of
-from hookline.engine.torch_private.graph.checkpoint import region_of, result_of
-from hookline.engine.torch_private.modes import is_of_older_vmap
+from hookline.engine.torch_private.distributed import ReplacedTensor, find_replaced_tensor
+from hookline.engine.torch_private.graph.checkpoint import producer_of, region_of
+from hookline.engine.torch_private.modes import is_legacy_batched
 from hookline.engine.torch_private.modules import PYTHON_NODE
 from hookline.errors import AttachError, StructureError, warn
 from hookline.util.stopwatch import STOPWATCH
@@ -88,7 +88,7 @@ class Early(NamedTuple):
     # The slots of these tensors, by their index among the value's tensors. Slots of early tensors
     # are negative, since the second run counts its own from 0.
     slots: Mapping[int, int]
-    # The slots by `result_of` the tensors, since the second run may meet them again.
+    # The slots by `producer_of` the tensors, since the second run may meet them again.
     results: Mapping[tuple[Any, int], int]
 
 
@@ -137,7 +137,7 @@ class GradientTap(Tap):
     def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
         super().__init__(site, passes, no_callback, rank)
         self.takes_blocks = True  # if no graph is there: a graph needs the whole pattern
-        self.part: Callable[..., Any] = _part(site)
+        self.part: Callable[..., Any] = _leaf_getter(site)
         self.on: GradientCallback = on
         self.placed: int = 0
         self.needless: int = 0
@@ -172,13 +172,13 @@ class GradientTap(Tap):
         """Register a hook on a tensor."""
         node = tensor.grad_fn
         if isinstance(node, PYTHON_NODE):
-            source = source_of(tensor)
+            source = find_replaced_tensor(tensor)
             if source is not None:
                 self._put_on_source(current, source, hook, owner, number)
                 return
-            if is_run_of_compiled(node):
+            if is_compiled_node(node):
                 at_run = GradHook(self._at_compiled, hook, tensor.output_nr)
-                hook_node_before(node, at_run, owner, number)
+                prehook_node(node, at_run, owner, number)
                 return
             if self._put_in_region(current, node, tensor.output_nr, hook, owner):
                 return
@@ -198,7 +198,7 @@ class GradientTap(Tap):
         if region is None or index >= len(region.made_inside):
             return False
         if region.made_inside[index]:
-            region.at_outputs.append(partial(self._put_again, index, hook, owner))
+            region.at_outputs.append(partial(self._put_recomputed, index, hook, owner))
             return True
         origin = region.passed_on[index]
         if origin is None:
@@ -207,10 +207,12 @@ class GradientTap(Tap):
         if outside is not None and outside.grad_fn is origin.node:
             self._put(current, outside, hook, owner)
         elif not self._put_in_region(current, origin.node, origin.number, hook, owner):
-            hook_node_before(origin.node, GradHook(_at_node, hook, origin.number), owner)
+            prehook_node(origin.node, GradHook(_call_at_node, hook, origin.number), owner)
         return True
 
-    def _put_again(self, index: int, hook: GradHook, owner: int, outputs: Sequence[Any]) -> None:
+    def _put_recomputed(
+        self, index: int, hook: GradHook, owner: int, outputs: Sequence[Any]
+    ) -> None:
         """Register a hook on a tensor that a region's second run returns."""
         current, tensor = self.in_thread.running, outputs[index]
         if current is not None and isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -230,7 +232,7 @@ class GradientTap(Tap):
             return
         counter = version_counter(source.alias)
         at_view = GradHook(self._at_source, hook, source.number, counter, counter._version)
-        hook_node_before(source.node, at_view, owner, number)
+        prehook_node(source.node, at_view, owner, number)
 
     def _at_source(
         self, hook: GradHook, index: int, counter: Tensor, version: int, grads: Sequence[Any]
@@ -239,7 +241,7 @@ class GradientTap(Tap):
         if counter._version != version:
             self.lose()
             return None
-        return _at_node(hook, index, grads)
+        return _call_at_node(hook, index, grads)
 
     def _at_compiled(self, hook: GradHook, index: int, grads: tuple[Tensor | None, ...]) -> Any:
         """Call a hook at the node of a compiled run, for one of the tensors that it returned.
@@ -251,7 +253,7 @@ class GradientTap(Tap):
         if any(grad is not None for k, grad in enumerate(grads) if k != index):
             self.lose(INSIDE)
             return None
-        return _at_node(hook, index, grads)
+        return _call_at_node(hook, index, grads)
 
     def wait(self, call: TappedCall, value: Any) -> None:
         """Hook each tensor of a value and wait for the gradients."""
@@ -270,7 +272,7 @@ class GradientTap(Tap):
             slots = {id(tensor): early.slots[k] for k, tensor in tensors if k in early.slots}
         if is_on:
             results = {} if early is None else {**early.results}
-            self._hook_all(call, pending, value, slots, results)
+            self._hook_tensors(call, pending, value, slots, results)
         if not isinstance(value, Tensor):
             pending.form = outlines.outline(value, lambda tensor: slots.get(id(tensor)))
         if not is_on:
@@ -298,7 +300,7 @@ class GradientTap(Tap):
         for index, (_, tensor) in enumerate(tree.tensors(value)):
             if tensor.grad_fn is None or index in slots:
                 continue
-            result = result_of(tensor)
+            result = producer_of(tensor)
             if result not in results:
                 results[result] = -1 - index
                 self._hook_slot(call, early.pending, -1 - index, tensor)
@@ -307,28 +309,28 @@ class GradientTap(Tap):
             return early
         return self._note_early(call.current, Early(early.pending, slots, results))
 
-    def _hook_all(
+    def _hook_tensors(
         self,
         call: TappedCall,
         pending: PendingGradient,
         value: Any,
-        slots: dict[int, int],
-        results: dict[tuple[Any, int], int],
+        slot_by_id: dict[int, int],
+        slot_by_result: dict[tuple[Any, int], int],
     ) -> None:
         """Hook each tensor of a value. Add the slots of the hooked tensors, by tensor id."""
-        is_lone = isinstance(value, Tensor) and not results
+        is_lone = isinstance(value, Tensor) and not slot_by_result
         for tensor in (value,) if isinstance(value, Tensor) else tree.distinct(value):
-            if id(tensor) in slots or not tensor.requires_grad:
+            if id(tensor) in slot_by_id or not tensor.requires_grad:
                 continue
-            result = None if is_lone or tensor.grad_fn is None else result_of(tensor)
-            if result is not None and result in results:
-                slots[id(tensor)] = results[result]
+            result = None if is_lone or tensor.grad_fn is None else producer_of(tensor)
+            if result is not None and result in slot_by_result:
+                slot_by_id[id(tensor)] = slot_by_result[result]
                 continue
-            slot = len(slots)
+            slot = len(slot_by_id)
             if self._hook_slot(call, pending, slot, tensor):
-                slots[id(tensor)] = slot
+                slot_by_id[id(tensor)] = slot
                 if result is not None:
-                    results[result] = slot
+                    slot_by_result[result] = slot
 
     def _hook_slot(
         self, call: TappedCall, pending: PendingGradient, slot: int, tensor: Tensor
@@ -349,7 +351,7 @@ class GradientTap(Tap):
         elif tensor.grad_fn is not None:
             self._put(call.current, tensor, hook, call.owner)
         else:
-            if not has_aliases(tensor):
+            if not can_be_aliased(tensor):
                 self.lose(_NO_ALIAS)
             return False
         if self.on.awaits is not None:
@@ -364,7 +366,7 @@ class GradientTap(Tap):
             return False
         self.placed += current.recomputation is None
         if self.on.changes:
-            region.at_late.add(self._late)
+            region.at_late.add(self._warn_late)
         return True
 
     def _again(self, current: Pass) -> Pass | None:
@@ -399,9 +401,9 @@ class GradientTap(Tap):
         """Settle a view when the pass ends, and at the root's border if it is of a root input."""
         lasts = current.roots or current.recomputation is not None or current.opened.get(self)
         if lasts:
-            current.at_end.append(view.settle_later())
+            current.at_end.append(view.write_finder())
         for base, views in current.opened.get(ROOT_INPUTS, ()):
-            if (outside := base()) is not None and view.is_of(outside):
+            if (outside := base()) is not None and view.is_view_of(outside):
                 views.append(weakref.ref(view))
 
     def arrive(
@@ -415,11 +417,11 @@ class GradientTap(Tap):
         if grad is None:
             return None
         if self.passes.closed:
-            self._late()
+            self._warn_late()
             return None
-        if is_of_older_vmap(grad):
+        if is_legacy_batched(grad):
             return map_batch(partial(self.arrive, current, pending, slot), grad)
-        self._arrives(pending)
+        self._count_arrival(pending)
         try:
             new = self.on.arrived(current, pending, slot, grad)
             if new is not None and grad.is_nested and grad.layout is torch.strided:
@@ -432,7 +434,7 @@ class GradientTap(Tap):
             self._note_backward(error)
             raise
 
-    def _arrives(self, pending: PendingGradient) -> None:
+    def _count_arrival(self, pending: PendingGradient) -> None:
         if pending.form is None:
             self.fired += 1
             return
@@ -445,7 +447,7 @@ class GradientTap(Tap):
         current = of()
         return None if current is None else self.arrive(current, pending, slot, grad)
 
-    def _late(self) -> None:
+    def _warn_late(self) -> None:
         if self.on.changes and not self.has_warned:
             self.has_warned = True
             warn(
@@ -479,7 +481,7 @@ class GradientTap(Tap):
         return super().why_silent()
 
 
-def _at_node(hook: GradHook, index: int, grads: Sequence[Tensor | None]) -> Any:
+def _call_at_node(hook: GradHook, index: int, grads: Sequence[Tensor | None]) -> Any:
     """Call a hook with one of the gradients at a node: the hook on the node."""
     grad = grads[index]
     new = None if grad is None else hook(grad)
@@ -510,7 +512,7 @@ _NEEDLESS = (
 )
 
 
-def _part(site: Site) -> Callable[[Pass, Any], Any]:
+def _leaf_getter(site: Site) -> Callable[[Pass, Any], Any]:
     if not site.leaf:
         return _whole
     leaf, where = site.leaf, str(site)
@@ -521,7 +523,7 @@ def _whole(_: Pass, value: Any) -> Any:
     return value
 
 
-def guarded(function: Callable[[Any], Any], value: Any, where: str) -> Any:
+def call_refusing_writes(function: Callable[[Any], Any], value: Any, where: str) -> Any:
     """Call a user's function on gradients, which it may replace but not change in place.
 
     Raises:

@@ -45,7 +45,7 @@ class AtEnd(Attachment):
         self._function()
 
 
-def surely(step: Callable[[], Any]) -> None:
+def retry_interrupted(step: Callable[[], Any]) -> None:
     """Run an idempotent step; run it again if it is interrupted, for example by Ctrl-C."""
     try:
         step()

@@ -20,9 +20,9 @@ from typing import final
 
 from torch import nn
 
-from hookline.engine.compile.compiled_modules import Borders, compiled_within, inside_compiled
+from hookline.engine.compile.compiled_modules import Borders, find_compiled, unwrap_compiled
 from hookline.engine.compile.guards import Marks
-from hookline.engine.compile.notes import note_on
+from hookline.engine.compile.notes import explain_error
 from hookline.engine.compile.runs import ActiveTaps, CurrentRun
 from hookline.engine.line.attachment import Attachment
 from hookline.engine.passes.passes import Pass, Passes
@@ -30,11 +30,11 @@ from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
 from hookline.engine.selection.site import GRADIENT_PORTS, Site
 from hookline.engine.taps.base import Tap, hook_functions
 from hookline.engine.torch_private.dynamo import (
-    Settings,
+    DynamoSettings,
     TracingAttachError,
     dynamo_config,
-    has_compiled,
-    not_alone,
+    may_have_compiled,
+    never_compile_alone,
     while_tracing,
 )
 from hookline.errors import AttachError
@@ -53,7 +53,7 @@ class _CompiledCall:
     frame: FrameType
     is_locked: bool = False
     before: ActiveTaps = field(default_factory=lambda: ([], None))
-    settings: Settings = field(default_factory=Settings)
+    settings: DynamoSettings = field(default_factory=DynamoSettings)
     is_on: bool = False
 
 
@@ -100,7 +100,7 @@ class _Border:
         if self._root is None:
             return
         if compiled is None:
-            self._members, compiled = compiled_within(self._root)
+            self._members, compiled = find_compiled(self._root)
         for module in compiled:
             self._borders.watch(module)
 
@@ -119,7 +119,7 @@ class _Border:
         if self._holds_root(module):
             return True
         if self._members is None and self._root is not None:
-            self._members, _ = compiled_within(self._root)
+            self._members, _ = find_compiled(self._root)
         return id(module) in (self._members or ())
 
     def _holds_root(self, module: nn.Module) -> bool:
@@ -127,7 +127,7 @@ class _Border:
         if module is self._root:
             return True
         return self._around_root.get_or_add(
-            module, lambda: id(self._root) in compiled_within(module)[0]
+            module, lambda: id(self._root) in find_compiled(module)[0]
         )
 
     def enter(self, module: nn.Module, frame: FrameType) -> None:
@@ -214,8 +214,8 @@ class Compiled(Attachment):
         with self._lock:
             if self.border is not None or self._root is None:
                 return  # another thread has enabled or ended the line meanwhile
-            not_alone(hook_functions)
-            self._root = inside_compiled(self._root)
+            never_compile_alone(hook_functions)
+            self._root = unwrap_compiled(self._root)
             self.border = _Border(self, self._passes, self._root)
             self.border.open(compiled)
             if self._taps:
@@ -231,7 +231,7 @@ class Compiled(Attachment):
         self._new += taps
         gradients = [tap for tap in taps if tap.site.port in GRADIENT_PORTS]
         self._run.add(taps, has_gradients=bool(gradients))
-        if has_compiled():
+        if may_have_compiled():
             self._make_ready()
         else:
             for tap in gradients:
@@ -285,7 +285,7 @@ class Compiled(Attachment):
         Raises:
             AttachError: the forward is stale. The next call finds the new forward.
         """
-        if self._marks.is_stale(module):
+        if self._marks.renew_if_stale(module):
             raise AttachError(stale_forward(module))
 
     # -- called by `Passes` ----------------------------------------------------------------------
@@ -298,7 +298,7 @@ class Compiled(Attachment):
         border = self.border
         if border is None:
             return
-        if has_compiled() and not border.is_crossed:
+        if may_have_compiled() and not border.is_crossed:
             self._make_ready()
             for module in self._marks.renew():
                 if module is self._root:
@@ -308,17 +308,17 @@ class Compiled(Attachment):
 
     def _open_gap(self, current: Pass) -> None:
         """Let compiled code without a border use the taps, until the pass ends."""
-        settings = Settings()
-        gap = settings, self._run.turn(self._taps, current)
+        settings = DynamoSettings()
+        gap = settings, self._run.switch_taps(self._taps, current)
         current.at_end.insert(0, partial(self._close_gap, *gap))  # called last
         settings.begin()
 
-    def _close_gap(self, settings: Settings, before: ActiveTaps) -> None:
+    def _close_gap(self, settings: DynamoSettings, before: ActiveTaps) -> None:
         settings.end()
         is_inside = self.border is not None and self.border.is_crossed
-        self._run.turn(*(before if is_inside else ([], None)))
+        self._run.switch_taps(*(before if is_inside else ([], None)))
 
-    def is_traced(self, tap: Tap | None) -> None:
+    def prepare_tracing(self, tap: Tap | None) -> None:
         """Prepare for code being compiled that calls the line's tap, or with None its root.
 
         Raises:
@@ -355,7 +355,7 @@ class Compiled(Attachment):
         Called where the error is first known: at the border, or without a border, by the pass.
         """
         site, self._traced = self._traced, None
-        note = note_on(error, site)
+        note = explain_error(error, site)
         if note is not None and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
@@ -373,11 +373,11 @@ class Compiled(Attachment):
         self._marks.renew()
         taps = self._taps if module is None else self._taps_in(module)
         current = passes.in_thread.current or passes.outside() if taps else None
-        return self._run.turn([] if current is None else taps, current)
+        return self._run.switch_taps([] if current is None else taps, current)
 
     def switch_back(self, before: ActiveTaps) -> None:
         """Let compiled code use the earlier taps again; none, if the line has ended meanwhile."""
-        self._run.turn(*(([], None) if self._passes.closed else before))
+        self._run.switch_taps(*(([], None) if self._passes.closed else before))
 
     def _taps_in(self, module: nn.Module) -> list[Tap]:
         """Return the taps that a compiled module may call."""
@@ -408,7 +408,7 @@ class Compiled(Attachment):
 
 
 @while_tracing
-def refuse_inside(name: str) -> None:
+def refuse_in_compiled(name: str) -> None:
     """Raise an error for a line that is made inside a function being compiled.
 
     Raises:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Self, final
 
 from hookline.display.text import plural
-from hookline.engine.line.attachment import Attachment, surely
+from hookline.engine.line.attachment import Attachment, retry_interrupted
 from hookline.engine.line.registration import Entry, Registrations
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import Tap
@@ -47,7 +47,7 @@ class CallHooks:
     def remove(self) -> None:
         """Remove these hooks, also if interrupted meanwhile. Idempotent."""
         with self.lock:
-            surely(self._remove)
+            retry_interrupted(self._remove)
 
     def _remove(self) -> None:
         if not self.is_on:
@@ -112,7 +112,7 @@ class HookHandle:
         return self
 
     def __exit__(self, *error: object) -> None:
-        surely(self.remove)
+        retry_interrupted(self.remove)
 
     def __repr__(self) -> str:
         registration = self._registration()

@@ -21,8 +21,8 @@ from hookline.engine.compile.graph_callback import Callback, InBlocks, SplitCall
 from hookline.engine.distributed.rendezvous import note_failure
 from hookline.engine.gradients.port_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.tap import GradientCallback
-from hookline.engine.line.attachment import Attachment, surely
-from hookline.engine.line.compiled import Compiled, refuse_inside
+from hookline.engine.line.attachment import Attachment, retry_interrupted
+from hookline.engine.line.compiled import Compiled, refuse_in_compiled
 from hookline.engine.line.handle import CallHooks, HookHandle
 from hookline.engine.line.registration import Node, Registrations
 from hookline.engine.passes.checkpointing import forget_checkpoints, watch_checkpoints
@@ -32,7 +32,7 @@ from hookline.engine.report.error_notes import note_error
 from hookline.engine.report.known_faults import warn_of_known_faults
 from hookline.engine.report.replaced_parts import Originals
 from hookline.engine.report.report import Report
-from hookline.engine.report.why_silent import Silent, explain, gathered
+from hookline.engine.report.why_silent import Silent, explain, shared_pass_warning
 from hookline.engine.selection.module_tree import (
     ModuleNode,
     ModuleTree,
@@ -109,7 +109,7 @@ class Line:
         lenient: bool = False,
     ) -> None:
         if is_dynamo_compiling():
-            refuse_inside(name)
+            refuse_in_compiled(name)
         if not isinstance(every_thread, bool):
             raise AttachError(
                 f"every_thread= must be True or False, got {describe.in_words(every_thread)}."
@@ -322,7 +322,7 @@ class Line:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         was_on = not self.passes.closed  # else removed inside the block, which has warned already
-        surely(self._end)
+        retry_interrupted(self._end)
         if isinstance(error, Exception) and not isinstance(error, RanksError):  # of another rank
             note_failure(type_and_line(error))
             note_error(self.name, self.taps, error)
@@ -430,7 +430,7 @@ class Line:
         if not keeps_passes:
             return None
         nodes = [self._nodes.get(id(tap)) for tap in self.taps if max(tap.fired, tap.ran) > 1]
-        return gathered(
+        return shared_pass_warning(
             self.name, self.module_tree.name, [n.path for n in nodes if isinstance(n, ModuleNode)]
         )
 

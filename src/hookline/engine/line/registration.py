@@ -18,13 +18,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hookline.engine.compile.guards import follow
-from hookline.engine.line.attachment import Attachment, surely
-from hookline.engine.operations.mode import OperationMode, drop_left, mode_of
+from hookline.engine.compile.guards import update_mark
+from hookline.engine.line.attachment import Attachment, retry_interrupted
+from hookline.engine.operations.mode import OperationMode, drop_leftover_modes, mode_of
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
 from hookline.engine.taps.base import ON_OUTPUT, HookOwner, HookSpec, Order, Tap, walked_over
-from hookline.engine.taps.operations import ModeTap, choose_first
-from hookline.engine.torch_private.distributed import is_in_flat
+from hookline.engine.taps.operations import ModeTap, choose_active_tap
+from hookline.engine.torch_private.distributed import is_in_flat_parameter
 from hookline.engine.torch_private.graph.backward_begins import BACKWARD_HOOKS
 from hookline.engine.torch_private.hooks import (
     HOOK_DICTS,
@@ -107,7 +107,7 @@ class Registrations(Attachment):
             self.placed.append((hooks, _FIRST_ID, module, ()))
             hooks[_FIRST_ID] = tap.fire  # type: ignore[attr-defined]
             if "forward" in attributes:
-                follow(module)
+                update_mark(module)
 
     def _place(self, tap: HookOwner, node: Node, *, prepend: bool) -> None:
         specs = tap.hooks_on(node) if isinstance(node, ParameterNode) else tap.hooks
@@ -129,7 +129,7 @@ class Registrations(Attachment):
         if isinstance(node, OperationNode):
             self._watch(node)
         elif isinstance(node, ModuleNode) and "forward" in node.module.__dict__:
-            follow(node.module)
+            update_mark(node.module)
 
     def _watch(self, node: OperationNode) -> None:
         """Have the module of an operation watch for calls of the operation."""
@@ -138,7 +138,7 @@ class Registrations(Attachment):
         if id(host.module) not in self._watched:
             self._watched[id(host.module)] = host.module, len(self.placed)
             self._place(ModeTap(mode), host, prepend=False)
-            choose_first(host.module, mode)
+            choose_active_tap(host.module, mode)
         self._stale[id(mode)] = mode
 
     @contextmanager
@@ -188,7 +188,7 @@ class Registrations(Attachment):
                 " ever be called.\nCall .requires_grad_() on it, or on a tensor it is computed"
                 " from, before the forward; and do not compute it under no_grad()."
             )
-        if is_in_flat(tensor):
+        if is_in_flat_parameter(tensor):
             raise AttachError(
                 f"{node.path} must be a parameter with which the model computes, got one that FSDP1"
                 " keeps in a flat one (use_orig_params=True): no hook on its gradient would ever be"
@@ -249,7 +249,7 @@ class Registrations(Attachment):
         has_modes = bool(self._watched)
         self.remove()
         if has_modes:
-            drop_left(sys._getframe())
+            drop_leftover_modes(sys._getframe())
 
     def remove(self, keep: int = 0) -> None:
         """Remove all hooks after the first `keep`, also if interrupted meanwhile."""
@@ -267,7 +267,7 @@ class Registrations(Attachment):
                 flags.pop(key, None)
             if module is not None and "forward" in module.__dict__:
                 try:
-                    follow(module)
+                    update_mark(module)
                 except BaseException:
                     del self.placed[keep : keep + number]  # `remove` retries for the rest
                     raise
@@ -275,7 +275,7 @@ class Registrations(Attachment):
         for module, _ in self._watched.values():
             mode = mode_of(module)
             mode.update()
-            choose_first(module, mode)
+            choose_active_tap(module, mode)
         self._watched = {key: item for key, item in self._watched.items() if item[1] < keep}
 
     def of(self, taps: Iterable[Tap], start: int = 0, hook: str | None = None) -> list[Entry]:
@@ -299,7 +299,7 @@ class Registrations(Attachment):
         ends. The taps of these hooks must be retired.
         """
         with _lock:
-            surely(partial(self._remove_these, entries))
+            retry_interrupted(partial(self._remove_these, entries))
 
     def _remove_these(self, entries: Iterable[Entry]) -> None:
         ids = set(map(id, entries))
@@ -311,7 +311,7 @@ class Registrations(Attachment):
                 for flags in marks:
                     flags.pop(key, None)
                 if module is not None and "forward" in module.__dict__:
-                    follow(module)
+                    update_mark(module)
                 self.placed[index] = _TAKEN_OFF
         for module, _ in self._watched.values():
             mode_of(module).update()

@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from hookline.engine.passes.modes import has_numbers, innermost
 from hookline.engine.torch_private.distributed import is_dtensor, is_shared_job
-from hookline.engine.torch_private.graph.compilers import graphs_own_memory
-from hookline.engine.torch_private.modules import parameters, tensor_tables
+from hookline.engine.torch_private.graph.compilers import may_use_cudagraph_memory
+from hookline.engine.torch_private.modules import own_parameters, tensor_tables
 from hookline.util.weak_map import WeakIdentityMap
 
 # fmt: off
@@ -69,7 +69,7 @@ class Unversioned:
 
     def begin_pass(self, current: Any) -> bool:
         """Note in a pass that all memory is unversioned, and tell whether it is."""
-        if not graphs_own_memory() and not is_shared_job(self._model()):
+        if not may_use_cudagraph_memory() and not is_shared_job(self._model()):
             return False
         current.unversioned = _EVERYTHING
         return True
@@ -91,7 +91,7 @@ class Unversioned:
         parameters would take longer than a small model. If only other parameters have moved,
         `has_now` finds it.
         """
-        if graphs_own_memory():  # since this pass has begun
+        if may_use_cudagraph_memory():  # since this pass has begun
             current.unversioned = _EVERYTHING
             return _EVERYTHING
         model = self._model()
@@ -208,7 +208,7 @@ class _Memory:
         """Tell whether a sampled parameter has moved or is gone."""
         for reference, name, place in self._witnesses:
             module = reference()
-            if module is None or _place_of(parameters(module).get(name)) != place:
+            if module is None or _place_of(own_parameters(module).get(name)) != place:
                 return True
         return False
 

@@ -23,20 +23,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hookline.engine.attention.pattern import (
     KernelArguments,
     QueryBlocks,
-    by_query_head,
-    pattern_of,
-    scores_of,
+    compute_pattern,
+    compute_scores,
+    repeat_key_heads,
 )
 from hookline.engine.attention.products import (
     Form,
     Letters,
     Matrices,
     Product,
-    makes_scores,
+    may_make_scores,
     products,
 )
 from hookline.engine.functions import Function, argument_names, functions, name_of
-from hookline.engine.operations.operation import Operation, by_method
+from hookline.engine.operations.operation import Operation, traceable
 from hookline.errors import AttachError
 
 PARTS = ("q", "k", "v", "scores", "pattern", "z")
@@ -58,7 +58,7 @@ class Plain:
     """A function without an operation."""
 
     def __init__(self, function: Function) -> None:
-        self.function: Function = by_method(function)
+        self.function: Function = traceable(function)
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the function."""
@@ -272,9 +272,9 @@ class ProductCall:
         operands = form.first, form.second
         if progress.step == 1 and any(_is_in(progress.memory, operand) for operand in operands):
             of.begin_again(progress)
-        if progress.step == 0 and makes_scores(form, of.weights()):
+        if progress.step == 0 and may_make_scores(form, of.weights()):
             return self._scores(progress, form, args, kwargs)
-        of_pattern = _with_pattern(form, progress) if progress.step == 2 else None
+        of_pattern = _pattern_on_left(form, progress) if progress.step == 2 else None
         if of_pattern is None:
             return self.inner.call(args, kwargs)  # another product
         return self._output(progress, of_pattern, args, kwargs)
@@ -306,7 +306,7 @@ class ProductCall:
         return result
 
 
-def _with_pattern(form: Form, progress: Progress) -> Form | None:
+def _pattern_on_left(form: Form, progress: Progress) -> Form | None:
     """Return the form of the product with the values, laid out with the pattern on the left.
 
     Models whose channels come first multiply the values by the transposed pattern. Where both
@@ -321,7 +321,7 @@ def _with_pattern(form: Form, progress: Progress) -> Form | None:
         return form if fits else None
     if not fits or _is_in(progress.memory, turned.query):
         return turned
-    return turned if _has_no_sign(turned.query) and not _has_no_sign(form.query) else form
+    return turned if _is_nonnegative(turned.query) and not _is_nonnegative(form.query) else form
 
 
 def _has_size(value: Tensor, progress: Progress) -> bool:
@@ -343,7 +343,7 @@ def _is_in(memory: Memory | None, value: Tensor) -> bool:
     return memory is not None and _memory(value) == memory
 
 
-def _has_no_sign(value: Tensor) -> bool:
+def _is_nonnegative(value: Tensor) -> bool:
     """Tell whether no number is negative; False where the numbers cannot be read, as in vmap."""
     try:
         return bool((value.detach() >= 0).all())
@@ -439,7 +439,7 @@ class KernelCall:
             if not of.takes_blocks or not _show_blocks(of, given):
                 result = _by_pattern(of, given, is_packed)
         if result is None:
-            result = self.inner.call((query, key, value, *args[3:]), _options(kwargs))
+            result = self.inner.call((query, key, value, *args[3:]), _other_kwargs(kwargs))
         if "z" in of.parts:
             result = _pack(of.show("z", _unpack(result, is_packed)), result, is_packed)
         return result
@@ -464,20 +464,20 @@ def _by_pattern(of: Attention, given: KernelArguments, is_packed: bool) -> Tenso
     Otherwise torch's own function gives the result, to the same bits as without hooks.
     """
     query = given.query
-    scores = _unpack(scores_of(given), is_packed)
+    scores = _unpack(compute_scores(given), is_packed)
     shown = of.show("scores", scores)
     may_lack_keys = given.attn_mask is not None or shown is not scores
-    pattern = pattern_of(shown, query.dtype, may_lack_keys=may_lack_keys)
+    pattern = compute_pattern(shown, query.dtype, may_lack_keys=may_lack_keys)
     new = of.show("pattern", pattern)
     if new is pattern and shown is scores and not (new.requires_grad and of.needs_graph()):
         return None
     weights = _pack(new, query, is_packed)
     if given.dropout_p:
         weights = F.dropout(weights, given.dropout_p)
-    return weights @ by_query_head(given.value, query.shape[-3])
+    return weights @ repeat_key_heads(given.value, query.shape[-3])
 
 
-def is_beside(frame: FrameType) -> bool:
+def computes_aside(frame: FrameType) -> bool:
     """Tell whether a frame computes a pattern for hooks that only read: not for the model."""
     if frame.f_code is not _by_pattern.__code__:
         return False
@@ -485,7 +485,7 @@ def is_beside(frame: FrameType) -> bool:
     return not of.needs_graph() and not any(part.may_change for part in of.parts.values())
 
 
-def _options(kwargs: Any) -> Any:
+def _other_kwargs(kwargs: Any) -> Any:
     """Return the keyword arguments other than query, key and value."""
     return {name: kwargs[name] for name in kwargs if name not in ("query", "key", "value")}
 
@@ -530,7 +530,7 @@ _see_through = _copy_that_calls()
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def is_opaque(function: Function) -> bool:
+def hides_attention(function: Function) -> bool:
     """Tell whether a function computes attention in a way of its own."""
     name = getattr(function, "__name__", "").lower()
     return "attention" in name or "attn" in name

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from hookline.engine.functions import argument_names, functions, name_of
 from hookline.engine.operations.own_calls import OwnCalls
-from hookline.engine.torch_private.graph.function_modes import calling_module, pop_mode
+from hookline.engine.torch_private.graph.function_modes import calling_module, pop_if_innermost
 from hookline.util.frames import outward
 
 _TORCH = str(Path(inspect.getfile(nn)).parent.parent)
@@ -65,7 +65,7 @@ class CallList(TorchFunctionMode):
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Turn the mode off: after the module has run."""
-        pop_mode(self)
+        pop_if_innermost(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, and report the call if the module itself makes it."""

@@ -16,7 +16,7 @@ from hookline.engine.operations.attention_parts import (
     Attention,
     Call,
     MultiheadCall,
-    is_opaque,
+    hides_attention,
 )
 from hookline.engine.operations.operation import Operation
 from hookline.engine.operations.own_calls import OwnCalls
@@ -25,9 +25,9 @@ from hookline.engine.torch_private.graph.function_modes import (
     OwnMode,
     calling_module,
     drop_modes,
-    method_name,
+    method_name_for_dynamo,
     n_modes,
-    pop_mode,
+    pop_if_innermost,
 )
 from hookline.util.weak_map import WeakIdentityMap
 
@@ -72,7 +72,7 @@ class OperationMode(OwnMode):
         if is_dynamo_compiling():
             self.end_again()
         else:
-            pop_mode(self)  # it is not on, where an earlier hook has raised
+            pop_if_innermost(self)  # it is not on, where an earlier hook has raised
         if self.attention.parts:
             self.attention.end(is_whole=is_whole)
 
@@ -130,7 +130,7 @@ class OperationMode(OwnMode):
         if is_dynamo_compiling():
             return self._call_in_graph(func, args, kwargs)
         call = self.calls.get(func)
-        is_watched = call is not None or (self.attention.parts and is_opaque(func))
+        is_watched = call is not None or (self.attention.parts and hides_attention(func))
         if not is_watched or not self._own.is_own(sys._getframe(1)):
             return func(*args, **kwargs)
         return self.attention.refuse(func) if call is None else call.call(args, kwargs)
@@ -158,12 +158,12 @@ class OperationMode(OwnMode):
             other function.
         """
         call = self.calls.get(func)
-        is_watched = call is not None or (self.attention.parts and is_opaque(func))
+        is_watched = call is not None or (self.attention.parts and hides_attention(func))
         if is_watched and self._own.is_own_in_graph():
             if call is None:
                 self.attention.refuse(func, TracingAttachError)
             return next(key for key, other in self.in_graph.items() if other is call)
-        name = method_name(func)
+        name = method_name_for_dynamo(func)
         return f".{name}" if name else ""
 
 
@@ -186,7 +186,7 @@ def operations_on(module: nn.Module) -> list[Operation]:
     return [] if mode is None else mode.hooked()
 
 
-def drop_left(frame: FrameType | None) -> None:
+def drop_leftover_modes(frame: FrameType | None) -> None:
     """Turn off the modes that nobody will turn off: an interrupted run has left them on.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from hookline.engine.functions import Function, argument_names
-from hookline.engine.torch_private.graph.function_modes import method_name
+from hookline.engine.torch_private.graph.function_modes import method_name_for_dynamo
 from hookline.engine.torch_private.hooks import hook_dict
 
 
@@ -50,7 +50,7 @@ class Operation(nn.Module):
         """Return a copy whose forward is this function. The copy shares the hooks."""
         copy = nn.Module.__new__(Operation)
         copy.__dict__.update(self.__dict__)
-        copy.__dict__["forward"] = by_method(function)
+        copy.__dict__["forward"] = traceable(function)
         copy.writes = _writes(function.__name__)
         names = argument_names(function).names
         copy.place_of_inplace = names.index("inplace") if "inplace" in names else None
@@ -114,9 +114,9 @@ _KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 
 
 @functools.cache
-def by_method(function: Function) -> Function:
+def traceable(function: Function) -> Function:
     """Return a function that dynamo can trace in place of this one, most often itself."""
-    name = method_name(function)
+    name = method_name_for_dynamo(function)
     if not name:
         return function
 

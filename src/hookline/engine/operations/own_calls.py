@@ -13,9 +13,9 @@ from torch import nn
 from hookline.engine.operations.operation import Operation
 from hookline.engine.torch_private.graph.function_modes import (
     calling_module,
-    calling_modules_of_graph,
-    is_of_hook,
-    runs_graph,
+    is_hook_code,
+    runs_compiled_graph,
+    traced_calling_modules,
 )
 from hookline.util.weak_map import WeakIdentityMap
 
@@ -50,8 +50,8 @@ class OwnCalls:
             if frame is None or _hides_calls(module):
                 return False
             if id(module) == self.module_id:
-                is_of_graph = self.has_graph and runs_graph(start, frame)
-                return not is_of_graph and not is_of_hook(code, module)
+                is_of_graph = self.has_graph and runs_compiled_graph(start, frame)
+                return not is_of_graph and not is_hook_code(code, module)
             if self._is_part(module):
                 return False
             frame = frame.f_back  # the forward has made this module: nn.Softmax(dim=-1)(x)
@@ -60,7 +60,7 @@ class OwnCalls:
     def is_own_in_graph(self) -> bool:
         """Tell the same of the call that dynamo traces at present."""
         self.has_graph = True
-        for module in calling_modules_of_graph():
+        for module in traced_calling_modules():
             if id(module) == self.module_id:
                 return True
             if _hides_calls(module) or self._is_part(module):

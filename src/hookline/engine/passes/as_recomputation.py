@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from hookline.engine.passes.passes import Pass, Passes, lines_here, standing_in
+from hookline.engine.passes.passes import Pass, Passes, lines_here, substitute_passes
 
 
 @final
@@ -58,5 +58,5 @@ def as_recomputation(repeating: Passes) -> Iterator[None]:
     for local in (passes.in_thread for passes in (repeating, *lines_here())):
         number = -1 if local.running is None else local.running.number
         passes_now[local] = Repetition(number).current
-    with standing_in(passes_now):
+    with substitute_passes(passes_now):
         yield

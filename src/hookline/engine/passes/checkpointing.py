@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hookline.engine.passes.calls import Calls
-from hookline.engine.passes.passes import THREAD, Pass, Passes, standing_in
+from hookline.engine.passes.passes import THREAD, Pass, Passes, substitute_passes
 from hookline.engine.pytree import tree
-from hookline.engine.torch_private.graph.checkpoint import CheckpointPatch, aside
+from hookline.engine.torch_private.graph.checkpoint import CheckpointPatch, outside_checkpoint
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 
@@ -200,7 +200,7 @@ class Recomputation(_Changes):
         # Where the two runs took different paths, torch stopped one early or raises an error
         # itself.
         for first, second in zip(self.region.changes, self.changes, strict=False):
-            if first.where == second.where and _is_other(first, second):
+            if first.where == second.where and _changed_differently(first, second):
                 raise AttachError(
                     f"the hook at {first.where or 'the root'} gave another value when torch"
                     " computed this checkpointed region again than it gave in the forward: the"
@@ -209,7 +209,7 @@ class Recomputation(_Changes):
                 )
 
 
-def _is_other(first: Change, second: Change) -> bool:
+def _changed_differently(first: Change, second: Change) -> bool:
     """Tell whether a hook changed the same value differently in the second run.
 
     A value that already differs before the hook is not the hook's fault.
@@ -230,7 +230,7 @@ def _is_other(first: Change, second: Change) -> bool:
 def _fingerprint(value: Any) -> list[Tensor]:
     """Compute some elements and partial sums of each tensor, without synchronising the device."""
     tensors = []
-    with torch.no_grad(), aside(True):
+    with torch.no_grad(), outside_checkpoint(True):
         for _, tensor in tree.tensors(value):
             if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
                 continue
@@ -312,13 +312,13 @@ class _Checkpoint:
         for passes in dict.fromkeys(region.passes for region in self._regions):
             regions = [region for region in self._regions if region.passes is passes]
             if passes.closed:
-                _refuse_late(regions)
+                _refuse_lost_changes(regions)
             else:
-                passes_now[passes.in_thread] = _replay(regions, recomputations)
+                passes_now[passes.in_thread] = _stand_in_pass(regions, recomputations)
         checkpoints, THREAD.checkpoints = THREAD.checkpoints, ()
         draws, THREAD.draws = THREAD.draws, iter(self._draws)
         try:
-            with standing_in(passes_now):
+            with substitute_passes(passes_now):
                 return self._recompute(*args)
         finally:
             THREAD.checkpoints, THREAD.draws = checkpoints, draws
@@ -332,7 +332,7 @@ def _note_detached(note: Callable[..., None], entry: Any) -> None:
     note((entry[0], tree.map_tensors(Tensor.detach, entry[1]), *entry[2:]))
 
 
-def _replay(regions: list[CheckpointedRegion], recomputations: list[Recomputation]) -> Pass:
+def _stand_in_pass(regions: list[CheckpointedRegion], recomputations: list[Recomputation]) -> Pass:
     """Return the stand-in for a line's pass while its regions are recomputed.
 
     The stand-in is the first pass that no run of the root began. Each run of the root then takes
@@ -346,7 +346,7 @@ def _replay(regions: list[CheckpointedRegion], recomputations: list[Recomputatio
     return start.current
 
 
-def _refuse_late(regions: list[CheckpointedRegion]) -> None:
+def _refuse_lost_changes(regions: list[CheckpointedRegion]) -> None:
     for region in regions:
         for late in region.at_late:
             late()
@@ -423,7 +423,7 @@ watch_checkpoints: Callable[[Passes], None] = _WATCH.hold
 forget_checkpoints: Callable[[Passes], None] = _WATCH.release
 
 
-def stop_all() -> None:
+def end_thread_passes() -> None:
     """End this thread's passes of all lines after a deliberate early exit."""
     for passes in _WATCH.lines:
         passes.stop()

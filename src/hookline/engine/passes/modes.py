@@ -17,15 +17,15 @@ from hookline.engine.torch_private.autograd import backward_number
 from hookline.engine.torch_private.dynamo import while_tracing
 from hookline.engine.torch_private.graph.checkpoint import is_recomputing
 from hookline.engine.torch_private.modes import (
-    is_mapped,
     is_of_running_transform,
-    is_ordinary,
+    is_plain_eager,
+    is_vmapped,
     is_wrapped,
-    tracer,
-    transform,
-    unwrapped,
-    with_older_vmap,
-    without_older_vmap,
+    rewrap_legacy_vmap,
+    running_tracer,
+    running_transform,
+    unwrap_legacy_vmap,
+    unwrap_transform,
 )
 from hookline.errors import AttachError
 
@@ -45,12 +45,12 @@ def mode_now() -> Mode | None:
     Raises:
         AttachError: a tracer runs the model.
     """
-    if is_ordinary() and backward_number() == -1:
+    if is_plain_eager() and backward_number() == -1:
         return None
     if is_recomputing():
         return Mode.RECOMPUTED
     refuse_tracing()
-    return None if transform() is None else Mode.TRANSFORMED
+    return None if running_transform() is None else Mode.TRANSFORMED
 
 
 def refuse_tracing() -> None:
@@ -59,7 +59,7 @@ def refuse_tracing() -> None:
     Raises:
         AttachError: a tracer runs the model.
     """
-    name = tracer()
+    name = running_tracer()
     if name is not None:
         raise AttachError(
             f"{name} traces this model while a line is on, and would bake its hooks into the graph."
@@ -70,7 +70,7 @@ def refuse_tracing() -> None:
 
 def is_transformed() -> bool:
     """Tell whether a transform of torch.func (vmap, grad, jvp, ...) is running."""
-    return transform() is not None
+    return running_transform() is not None
 
 
 @while_tracing
@@ -84,8 +84,8 @@ def hides_gradients(tensor: Tensor) -> bool:
 
     torch never calls a hook on one example's tensor.
     """
-    while is_wrapped(tensor) and is_mapped(tensor):
-        tensor, _ = unwrapped(tensor)
+    while is_wrapped(tensor) and is_vmapped(tensor):
+        tensor, _ = unwrap_transform(tensor)
         if tensor.requires_grad:
             return True
     return False
@@ -108,7 +108,7 @@ def map_batch(function: Callable[[Tensor], Tensor | None], example: Tensor) -> T
     Returns:
         The function's result as an example of the older vmap; None if the function returned None.
     """
-    batch, levels = without_older_vmap(example)
+    batch, levels = unwrap_legacy_vmap(example)
     results: list[Tensor | None] = []
 
     def mapped(part: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def map_batch(function: Callable[[Tensor], Tensor | None], example: Tensor) -> T
     new = mapped(batch)
     if results[0] is None or not is_wrapped(results[0]):  # it does not depend on the example
         return results[0]
-    return with_older_vmap(new, levels)
+    return rewrap_legacy_vmap(new, levels)
 
 
 def plain(tensor: Tensor, *, keeps_graph: bool = False, also_running: bool = False) -> Tensor:
@@ -134,7 +134,7 @@ def plain(tensor: Tensor, *, keeps_graph: bool = False, also_running: bool = Fal
         return tensor
     dimensions = []
     while is_wrapped(tensor) and (also_running or not is_of_running_transform(tensor)):
-        tensor, dimension = unwrapped(tensor)
+        tensor, dimension = unwrap_transform(tensor)
         if dimension is not None:
             dimensions.append(dimension)
     rest = list(range(tensor.dim()))
@@ -147,7 +147,7 @@ def plain(tensor: Tensor, *, keeps_graph: bool = False, also_running: bool = Fal
 def innermost(tensor: Tensor) -> Tensor:
     """Return the tensor that holds the numbers; under vmap, only its version counts the writes."""
     while is_wrapped(tensor):
-        tensor, _ = unwrapped(tensor)
+        tensor, _ = unwrap_transform(tensor)
     return tensor
 
 

@@ -130,7 +130,7 @@ class Compiler(Protocol):
     def explain(self, error: BaseException) -> None:
         """Add a note to the error of a failed pass, if the error comes from compilation."""
 
-    def is_traced(self, tap: Any) -> None:
+    def prepare_tracing(self, tap: Any) -> None:
         """Prepare for code being compiled that calls the line's tap, or with None its root."""
 
 
@@ -400,7 +400,7 @@ class Passes:
 
 
 @contextmanager
-def standing_in(passes_now: Mapping[Any, Pass]) -> Iterator[None]:
+def substitute_passes(passes_now: Mapping[Any, Pass]) -> Iterator[None]:
     """Let lines see the code in the block in other passes, outside of any run of the root.
 
     Args:

@@ -40,7 +40,7 @@ class Arguments:
         value = {**bound, **kwargs}
         if len(value) == len(bound) + len(kwargs):
             return value
-        names = _keyword_names(kwargs, bound)
+        names = _distinct_keyword_names(kwargs, bound)
         return {**bound, **{names[name]: value for name, value in kwargs.items()}}
 
     def unbind(
@@ -54,7 +54,7 @@ class Arguments:
         positional = [new[name] for name in bound]
         if rest in bound:
             positional[-1:] = new[rest]
-        keywords = _keyword_names(kwargs, bound)
+        keywords = _distinct_keyword_names(kwargs, bound)
         return tuple(positional), {name: new[keywords[name]] for name in kwargs}
 
     def _parameters_of(self, module: nn.Module) -> ArgumentNames:
@@ -112,15 +112,15 @@ def _bind(args: tuple[Any, ...], parameters: ArgumentNames) -> dict[str, Any]:
     return bound
 
 
-def _keyword_names(kwargs: dict[str, Any], bound: dict[str, Any]) -> dict[str, str]:
+def _distinct_keyword_names(kwargs: dict[str, Any], taken: dict[str, Any]) -> dict[str, str]:
     """Return a name for each keyword argument.
 
     `f(x, /, *rest, **kw)` may be called with `x=` and `rest=`. These are named `**x` and `**rest`.
     """
-    used = {*bound, *kwargs}
+    used = {*taken, *kwargs}
     names = {}
     for name in kwargs:
-        names[name] = _distinct(name, "**", used) if name in bound else name
+        names[name] = _distinct(name, "**", used) if name in taken else name
         used.add(names[name])
     return names
 

@@ -113,23 +113,23 @@ def rebuild(value: Any, parts: list[Any], *, exact: bool = True) -> Any:
         TypeError: the value cannot be made anew with other parts.
     """
     if isinstance(value, tuple):
-        return _with_attributes_of(value, _tuple(value, parts))
+        return _with_attributes_of(value, _rebuild_tuple(value, parts))
     if isinstance(value, frozenset):
         return _with_attributes_of(value, type(value)(parts))
     if isinstance(value, MappingView) or _is_fixed_mapping(value):
-        new = _made_anew(value, parts)
+        new = _rebuild_read_only(value, parts)
         if new is None and exact:
             raise TypeError("it is read-only")
         if new is None:
             keys = [key for key, _ in items(value) or ()]
             new = parts if isinstance(value, MappingView) else dict(zip(keys, parts, strict=True))
         return new
-    new = _shell(value)
+    new = _copy_to_fill(value)
     _fill(new, [key for key, _ in items(value) or ()], parts)
     return new
 
 
-def _tuple(value: Any, parts: list[Any]) -> Any:
+def _rebuild_tuple(value: Any, parts: list[Any]) -> Any:
     if type(value) is tuple:
         return tuple(parts)
     if is_dynamo_compiling() and (OLD_DYNAMO or not hasattr(value, "_make")):
@@ -165,7 +165,7 @@ def _is_fixed_mapping(value: Any) -> bool:
     return isinstance(value, Mapping) and not isinstance(value, MutableMapping)
 
 
-def _made_anew(value: Any, parts: list[Any]) -> Any:
+def _rebuild_read_only(value: Any, parts: list[Any]) -> Any:
     """Make a read-only mapping or a view of a dict with other parts; None if that is impossible."""
     if isinstance(value, MappingView):
         if type(value) is _VALUES:
@@ -192,7 +192,7 @@ def _made_anew(value: Any, parts: list[Any]) -> Any:
     return new if is_same else None
 
 
-def _shell(value: Any) -> Any:
+def _copy_to_fill(value: Any) -> Any:
     """Make a shallow copy, to be filled.
 
     Raises:
@@ -292,20 +292,20 @@ def _map_filled(
 ) -> Any:
     """Map a value whose copy is made first and then filled."""
     try:
-        shell = dict(parts) if _is_fixed_mapping(value) else _shell(value)
+        shell = dict(parts) if _is_fixed_mapping(value) else _copy_to_fill(value)
     except Exception as error:
-        return _uncopied(value, parts, seen, error)
+        return _keep_uncopied(value, parts, seen, error)
     # The copy exists before its parts, so that a value that contains itself is copied as such.
     seen[value] = shell
     mapped = [_map(change, part, seen, depth + 1) for _, part in parts]  # its errors are raised
     try:
         _fill(shell, [key for key, _ in parts], mapped)
     except Exception as error:
-        return _uncopied(value, parts, seen, error)
+        return _keep_uncopied(value, parts, seen, error)
     return shell
 
 
-def _uncopied(value: Any, parts: Any, seen: IdentityMap[Any], error: Exception) -> Any:
+def _keep_uncopied(value: Any, parts: Any, seen: IdentityMap[Any], error: Exception) -> Any:
     """Return a value that cannot be copied itself, with a warning if it holds tensors."""
     seen[value] = value
     if any(isinstance(part, Tensor) for _, part in parts):

@@ -20,11 +20,11 @@ from hookline.display.text import plural
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode, module_tree
 from hookline.engine.selection.site import Site, path_text
 from hookline.engine.taps.base import Tap
-from hookline.engine.torch_private.distributed import sharding
+from hookline.engine.torch_private.distributed import sharding_kind
 from hookline.engine.torch_private.modules import (
     in_functional_call,
-    parameters,
-    table_of,
+    own_parameters,
+    table_holder,
     unwrap,
     value_address,
 )
@@ -155,7 +155,7 @@ class Originals:
         if self._further or ParameterNode in self.kinds:
             return False
         parents = [node for node in tree.nodes if node.children]
-        return all(_holds(table_of(node.module, "_modules"), node.children) for node in parents)
+        return all(_holds(table_holder(node.module, "_modules"), node.children) for node in parents)
 
     def _are_in_place(self) -> bool:
         root = self._root  # another thread may end the line meanwhile
@@ -178,12 +178,12 @@ class Originals:
                 above.add(node.parent)
                 waiting.append(node.parent)
         self._linked = [
-            (table_of(node.parent.module, "_modules"), _name_of(node), node.module)
+            (table_holder(node.parent.module, "_modules"), _name_of(node), node.module)
             for node in {*nodes, *above}
             if type(node) is ModuleNode and node.parent is not None
         ]
         self._tensors = [
-            (table_of(node.parent.module, "_parameters"), _name_of(node), node)
+            (table_holder(node.parent.module, "_parameters"), _name_of(node), node)
             for node in nodes
             if isinstance(node, ParameterNode) and node.parent and self._can_lose(node)
         ]
@@ -208,7 +208,7 @@ class Originals:
             self._n_linked = n_taps
         if root is None or self._are_in_place():
             return []
-        self._has_parameters = sharding(root) != "FSDP1"
+        self._has_parameters = sharding_kind(root) != "FSDP1"
         tree = module_tree(root)
         search = _Search(tree)
         losses, nodes = [], []
@@ -308,7 +308,7 @@ class _Search:
         successor, event = self._tree.by_path.get(outermost.path), "removed"
         if successor is not None:
             event = _replaced(outermost.type_name, successor.type_name)
-        return Loss(site, "module", path_text(outermost.path), event, _moved(site, now))
+        return Loss(site, "module", path_text(outermost.path), event, _new_site(site, now))
 
     def _loss_of_parameter(self, site: Site, node: ParameterNode) -> Loss | None:
         if self._is_functional or node.parent is None:
@@ -320,16 +320,16 @@ class _Search:
             return Loss(site, "parameter", node.path, "swapped (torch.utils.swap_tensors)", None)
         if not self._is_there(node.parent):
             return self._loss_above(site, node.parent, now)
-        successor = dict(parameters(node.parent.module).items()).get(_name_of(node))
+        successor = dict(own_parameters(node.parent.module).items()).get(_name_of(node))
         event = "unregistered"  # a parametrization leaves an attribute of the same name
         if successor is not None:
             event = _replaced(type(node.tensor).__name__, type(successor).__name__)
-        return Loss(site, "parameter", node.path, event, _moved(site, now))
+        return Loss(site, "parameter", node.path, event, _new_site(site, now))
 
 
 def _replaced(before: str, now: str) -> str:
     return f"replaced ({'another ' + now if now == before else before + ' before, ' + now} now)"
 
 
-def _moved(site: Site, now: Node | None) -> Site | None:
+def _new_site(site: Site, now: Node | None) -> Site | None:
     return None if now is None else replace(site, path=now.path)

@@ -153,7 +153,7 @@ class Report(Result):
         return (
             f"{self.model_type}: {plural(len(self.sites), 'site')},"
             f" {plural(self.passes, 'pass', 'passes')}, {self.n_fired} fired,"
-            f" {len(self.silent)} never; {'; '.join(facts(self))}"
+            f" {len(self.silent)} never; {'; '.join(header_facts(self))}"
         )
 
     def remarks(self) -> list[str]:
@@ -178,7 +178,7 @@ class Report(Result):
         return sum(count > 0 for count in self.counts)
 
 
-def facts(report: Report) -> list[str]:
+def header_facts(report: Report) -> list[str]:
     """Return the facts about a line for the head of its report, which do not count its sites."""
     texts = ["ended" if report.ended else "attached"]
     if report.removed:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from hookline.display.text import escape_invisible, listed
-from hookline.engine.compile.compiled_modules import has_fewer_guards
+from hookline.engine.compile.compiled_modules import may_lack_guards
 from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
@@ -92,7 +92,7 @@ def never_called(node: ModuleNode) -> Why | None:
     return None
 
 
-def own_call(node: ModuleNode, instead: str) -> Why:
+def own_call_reason(node: ModuleNode, instead: str) -> Why:
     """Say that a module's own `__call__` does not call its hooks.
 
     Args:
@@ -131,14 +131,14 @@ def _past_hooks(silent: Silent) -> Why | None:
     call = type(node.module).__call__
     # torch's own end in that of nn.Module, as of a GraphModule.
     if call is not nn.Module.__call__ and not str(call.__module__).startswith("torch."):
-        return own_call(node, ", and hooks are called by nn.Module's")
+        return own_call_reason(node, ", and hooks are called by nn.Module's")
     if node.parent is not None and "ao.nn" in type(node.parent.module).__module__:
         return Why("a quantised module holds its weights there, and does not call it",
                    "select its parent")  # fmt: skip
     return None
 
 
-def not_its_own(node: OperationNode, or_else: str = "") -> Why:
+def no_own_call_reason(node: OperationNode, or_else: str = "") -> Why:
     """Say that a module does not itself call the function of an operation.
 
     Args:
@@ -160,7 +160,7 @@ def _not_its_own(silent: Silent) -> Why | None:
     node = silent.node
     if not isinstance(node, OperationNode):
         return None
-    return not_its_own(node, ", took another branch, or did not run")
+    return no_own_call_reason(node, ", took another branch, or did not run")
 
 
 def _not_called(silent: Silent) -> Why | None:
@@ -176,7 +176,7 @@ def _not_called(silent: Silent) -> Why | None:
 
 
 def _has_fewer_guards(node: ModuleNode | None) -> bool:
-    while node is not None and not has_fewer_guards(node.module):
+    while node is not None and not may_lack_guards(node.module):
         node = node.parent
     return node is not None
 
@@ -186,7 +186,7 @@ _CAUSES: tuple[Callable[[Silent], Why | None], ...] = (
 )  # fmt: skip
 
 
-def gathered(name: str, model_type: str, paths: list[str]) -> str | None:
+def shared_pass_warning(name: str, model_type: str, paths: list[str]) -> str | None:
     """Write the warning where the model itself was never called, but its modules were.
 
     Args:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from hookline.engine.operations.mode import mode_of
 from hookline.engine.selection.site import path_text
-from hookline.engine.torch_private.distributed import sharded_parameters
-from hookline.engine.torch_private.modules import look_into, parameters, value_address
+from hookline.engine.torch_private.distributed import fsdp2_parameter_pairs
+from hookline.engine.torch_private.modules import own_parameters, unwrap_to_children, value_address
 from hookline.errors import AttachError
 
 
@@ -249,7 +249,7 @@ class _Walk:
 
     def visit(self, module: nn.Module, path: str, parent: ModuleNode | None) -> None:
         nodes, bare = self.nodes, self.bare
-        module, compiled, inner = look_into(module, bare)
+        module, compiled, inner = unwrap_to_children(module, bare)
         self.compiled += compiled
         self.kinds.add(type(module))
         key = id(module)
@@ -266,8 +266,8 @@ class _Walk:
         for name, child in inner.items():
             if child is None:
                 continue
-            # Most modules are unshared leaves. Asking here what `is_leaf` asks saves two function
-            # calls for each.
+            # Most modules are unshared leaves. Asking here what `is_uncompiled_leaf` asks saves two
+            # function calls for each.
             attributes, child_key = child.__dict__, id(child)
             if (
                 type(child) in bare
@@ -283,10 +283,10 @@ class _Walk:
 
 def _parameters(nodes: list[ModuleNode]) -> list[ParameterNode]:
     nodes_by_id: dict[int, ParameterNode] = {}
-    pairs = [pair for node in nodes for pair in sharded_parameters(node.module)]
+    pairs = [pair for node in nodes for pair in fsdp2_parameter_pairs(node.module)]
     shards = {id(part): pair[0] for pair in pairs for part in pair if part is not None}
     for node in nodes:
-        for number, (name, parameter) in enumerate(parameters(node.module).items()):
+        for number, (name, parameter) in enumerate(own_parameters(node.module).items()):
             if parameter is None:
                 continue
             tensor = shards.get(id(parameter), parameter)

@@ -36,7 +36,7 @@ def operation_names(text: str, host: str) -> list[str]:
             f"{text!r} in '{host}@{text}' is an attribute of tensors, and no function that is"
             f" called.\nSelect a function that uses it.{list_them}"
         )
-    bare = _bare(text)
+    bare = _selector_name(text)
     near = [bare] if bare in known else difflib.get_close_matches(bare, known, n=4)
     if "." in text and bare not in known:
         raise SelectionError(
@@ -49,14 +49,14 @@ def operation_names(text: str, host: str) -> list[str]:
     )
 
 
-def _bare(text: str) -> str:
+def _selector_name(text: str) -> str:
     """Return the name of a function as selectors write it, from how code writes it."""
     name = text.strip().rpartition(".")[2]
     is_operator = name.startswith("__") and name.endswith("__")
     return name.strip("_") if is_operator else name
 
 
-def refuse_graph(node: ModuleNode) -> None:
+def refuse_exported(node: ModuleNode) -> None:
     """Refuse the operations of a module that calls no function of torch by its name.
 
     Raises:

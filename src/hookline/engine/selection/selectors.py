@@ -29,10 +29,10 @@ from hookline.engine.selection.module_tree import (
     module_tree,
     require_model,
 )
-from hookline.engine.selection.operations import operation_names, refuse_graph
+from hookline.engine.selection.operations import operation_names, refuse_exported
 from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse, paths_above
 from hookline.engine.selection.suggestions import Query, explain_no_match
-from hookline.engine.torch_private.modules import has_forward, is_holder, unwrap
+from hookline.engine.torch_private.modules import has_forward, lacks_forward, unwrap
 from hookline.errors import SelectionError
 from hookline.util.hidden import hides
 
@@ -43,7 +43,7 @@ SitedNode = tuple[Site, ModuleNode | ParameterNode]
 _MOST_ROWS = 60  # of a selection that is printed
 
 
-def _order(place: SitedNode) -> tuple[int, int, int]:
+def _sort_key(place: SitedNode) -> tuple[int, int, int]:
     site, node = place
     module, within = node.position
     return module, PORTS.index(site.port) if site.port in PORTS else -1, within
@@ -56,7 +56,7 @@ def _in_order(pairs: Iterable[SitedNode]) -> list[SitedNode]:
     port, last = places[0][0].port if places else "", -1
     for site, node in places:
         if site.port != port or not isinstance(node, ModuleNode) or node.index <= last:
-            return list(dict(sorted(places, key=_order)).items())
+            return list(dict(sorted(places, key=_sort_key)).items())
         last = node.index
     return places
 
@@ -299,7 +299,7 @@ def _find(
     if module_ports:
         # Events that need no forward, such as "state_dict", also occur in modules without a
         # forward.
-        nodes = matched if set(PORTS).isdisjoint(module_ports) else _callable(matched)
+        nodes = matched if set(PORTS).isdisjoint(module_ports) else _without_holders(matched)
         places += [
             (_same_site(n.path, port, text.leaf, text.call, n.aliases, n.type_name), n)
             for n in nodes
@@ -308,11 +308,11 @@ def _find(
     if "grad" in wanted_ports:
         tensors = _match_tensors(tree, selector, text, matched)
         places += [(_gradient_site(node, text), node) for node in tensors]
-    works = functools.partial(_works, tree, ports)
+    works = functools.partial(_matches_anything, tree, ports)
     return places, Query(selector, text, matched, wanted_ports, works)
 
 
-def _works(
+def _matches_anything(
     tree: ModuleTree, ports: tuple[str, ...], selector: Selector, port: str | None = None
 ) -> bool:
     """Tell whether a selector matches anything; a selector with a syntax error matches nothing."""
@@ -342,9 +342,9 @@ def _revalidate(tree: ModuleTree, selection: Selection) -> Iterable[SitedNode]:
     return selection.places
 
 
-def _callable(nodes: list[ModuleNode]) -> list[ModuleNode]:
+def _without_holders(nodes: list[ModuleNode]) -> list[ModuleNode]:
     """Leave out modules that cannot be called, such as a `ModuleList`; check each class once."""
-    holders = set(filter(is_holder, {type(node.module) for node in nodes}))
+    holders = set(filter(lacks_forward, {type(node.module) for node in nodes}))
     if not holders:
         return nodes
     return [n for n in nodes if type(n.module) not in holders or has_forward(n.module)]
@@ -418,10 +418,10 @@ def _match_operations(
     if not hosts or not tree.nodes:
         return replace(text, path=host), []
     names = operation_names(name, host)
-    hosts = _callable(hosts) or hosts
+    hosts = _without_holders(hosts) or hosts
     is_glob = len(hosts) > 1 or len(names) > 1
     for node in (*hosts, tree.nodes[0]):
-        refuse_graph(node)
+        refuse_exported(node)
     if not any(has_forward(node.module) for node in hosts):
         return text, hosts
     glob = f"{host}@{name}" if is_glob else ""

@@ -133,21 +133,25 @@ def _suggestion(tree: ModuleTree, query: Query, nodes: list[Any]) -> str:
     if any(name in node.paths for node in tree.tensors):
         gradient = query.working(f"{name}:grad")
         return f" It is a parameter; its gradient is {gradient[0]!r}." if gradient else ""
-    helpful = _computed(tree, query) or _below(tree, query) or _inside(query, paths)
-    return helpful or _close(query, paths)
+    helpful = (
+        _suggest_source(tree, query)
+        or _suggest_deeper(tree, query)
+        or _suggest_inside(query, paths)
+    )
+    return helpful or _suggest_close(query, paths)
 
 
-def _below(tree: ModuleTree, query: Query) -> str | None:
+def _suggest_deeper(tree: ModuleTree, query: Query) -> str | None:
     """Propose a selector for a name that follows the path of a module."""
     above, _, last = query.text.path.rpartition(".")
     deeper = query.working(f"{above}.**.{last}{query.rest}") if above else []
     if deeper:
         return f" Did you mean {deeper[0]!r}, at any depth?"
-    part = _part_of_output(tree, query)
+    part = _suggest_output_part(tree, query)
     return None if part is None else f" Part of an output is written {part!r}."
 
 
-def _inside(query: Query, paths: list[str]) -> str | None:
+def _suggest_inside(query: Query, paths: list[str]) -> str | None:
     """Propose the parts of the modules in which the last name of the path was looked for."""
     above, _, last = query.text.path.rpartition(".")
     for holder in (above, f"**.{above}") if above.strip("*.") else ():
@@ -167,14 +171,14 @@ def _inside(query: Query, paths: list[str]) -> str | None:
     return None
 
 
-def _close(query: Query, paths: list[str]) -> str:
+def _suggest_close(query: Query, paths: list[str]) -> str:
     """Propose the paths that are closest to the given path."""
     near = difflib.get_close_matches(query.text.path, paths, n=2 * _MOST_CLOSE, cutoff=0.5)
     close = query.working(*(f"{path}{query.rest}" for path in near))[:_MOST_CLOSE]
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
-def _part_of_output(tree: ModuleTree, query: Query) -> str | None:
+def _suggest_output_part(tree: ModuleTree, query: Query) -> str | None:
     """Propose a part of the output of `block` for a path such as `block.logits`."""
     above, dot, name = query.text.path.rpartition(".")
     holder = "" if above == ROOT else above
@@ -186,7 +190,7 @@ def _part_of_output(tree: ModuleTree, query: Query) -> str | None:
     return next(iter(query.working(f"{path_text(holder)}:output.{name}")), None)
 
 
-def _computed(tree: ModuleTree, query: Query) -> str | None:
+def _suggest_source(tree: ModuleTree, query: Query) -> str | None:
     """Propose the parameters from which a module computes the requested weight."""
     above, _, name = query.text.path.rpartition(".")
     node = tree.by_path.get(above)

@@ -26,8 +26,8 @@ from hookline.engine.compile.graph_callback import (
 )
 from hookline.engine.compile.guards import unmark_copy
 from hookline.engine.compile.runs import CompiledRun
-from hookline.engine.operations.attention_parts import is_beside
-from hookline.engine.operations.mode import drop_left
+from hookline.engine.operations.attention_parts import computes_aside
+from hookline.engine.operations.mode import drop_leftover_modes
 from hookline.engine.passes.modes import refuse_tracing
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves
@@ -216,17 +216,17 @@ class Tap(HookOwner):
         return after if call is None else _at_call(after, call, self)
 
     @while_tracing
-    def is_traced(self) -> None:
+    def prepare_tracing(self) -> None:
         """Prepare the tap while code is compiled that calls it."""
         refuse_tracing()
         if self.passes.compiler is not None:
-            self.passes.compiler.is_traced(self)
+            self.passes.compiler.prepare_tracing(self)
         if self.passes is not _INERT:
             self.prepare()
 
     def trace(self, value: Any) -> Any:
         """Do the work of `fire` inside compiled code."""
-        self.is_traced()
+        self.prepare_tracing()
         return None if self.active is None else self.active.capture(value)
 
     def before_run(self, current: Pass) -> None:
@@ -236,7 +236,7 @@ class Tap(HookOwner):
 
     def collect(self, current: Pass, run: CompiledRun) -> None:
         """Process the values that compiled code has captured in a run."""
-        caught = () if self.traced is None else self.traced.taken()
+        caught = () if self.traced is None else self.traced.take_caught()
         if isinstance(self.traced, GraphEdit):
             n_calls = current.calls.get(self, 0) + len(caught)
             current.calls[self] = n_calls
@@ -328,7 +328,7 @@ def is_reading(frame: FrameType | None) -> bool:
             tap = frame.f_locals.get("self")
             if isinstance(tap, Tap) and tap.rank not in (Order.EDIT, Order.HOOK):
                 return True
-        if is_beside(frame):
+        if computes_aside(frame):
             return True
         frame = frame.f_back
     return False
@@ -392,21 +392,21 @@ class RootTap(HookOwner):
     def begin(self, module: nn.Module, args: Any) -> None:
         """Begin a pass: the forward-pre hook."""
         if is_dynamo_compiling():
-            self.is_traced()
+            self.prepare_tracing()
             return
         if self.passes is _INERT:
             _discard(module, self)
             return
         frame = call_frame(sys._getframe(1))
-        drop_left(frame.f_back)
+        drop_leftover_modes(frame.f_back)
         self.passes.begin(frame, module)
 
     @while_tracing
-    def is_traced(self) -> None:
+    def prepare_tracing(self) -> None:
         """Prepare the line while code is compiled that calls the root."""
         refuse_tracing()
         if self.passes.compiler is not None:
-            self.passes.compiler.is_traced(None)
+            self.passes.compiler.prepare_tracing(None)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """End a pass: the always-called forward hook."""

@@ -30,8 +30,8 @@ from hookline.engine.taps.base import (
     is_inert,
     no_callback,
 )
-from hookline.engine.torch_private.graph.function_modes import pop_mode
-from hookline.engine.torch_private.graph.fused_ops import runs_fused, runs_nested
+from hookline.engine.torch_private.graph.function_modes import pop_if_innermost
+from hookline.engine.torch_private.graph.fused_ops import may_run_fused, may_run_nested
 
 REMEDY = "torch.backends.mha.set_fastpath_enabled(False)"
 
@@ -81,14 +81,14 @@ class PaddedTap(Tap):
             return
         if is_inert(self):
             self._slow_path(module)  # removes the tap
-        elif runs_nested(module, args, kwargs):
+        elif may_run_nested(module, args, kwargs):
             self.ran: bool = True
             self.mode.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Turn the mode off: the always-called forward hook."""
         if not is_dynamo_compiling() and not is_inert(self):
-            pop_mode(self.mode)
+            pop_if_innermost(self.mode)
 
 
 _TAPS: dict[type[nn.Module], type[FusedTap | PaddedTap]] = {
@@ -99,7 +99,7 @@ _TAPS: dict[type[nn.Module], type[FusedTap | PaddedTap]] = {
 
 def is_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether torch runs a layer as one operation, if no module in it has a hook."""
-    return runs_fused(layer, args, kwargs) and not has_own_forward(layer)
+    return may_run_fused(layer, args, kwargs) and not has_own_forward(layer)
 
 
 @final

@@ -60,7 +60,7 @@ def _discard(module: nn.Module, tap: ModeTap) -> None:
     unmark_copy(module)
 
 
-def choose_first(module: nn.Module, mode: OperationMode) -> None:
+def choose_active_tap(module: nn.Module, mode: OperationMode) -> None:
     """Have the first of a module's taps turn the mode on."""
     from_hooks = [
         getattr(hook, "__self__", None) for hook in hook_dict(module, "forward_pre").values()

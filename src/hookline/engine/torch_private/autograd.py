@@ -61,7 +61,7 @@ def hook_gradient(
     Returns:
         The key with which `unhook_gradient` removes the hook.
     """
-    if tensor.grad_fn is None or (type(tensor) is not Tensor and not is_of_trace(tensor)):
+    if tensor.grad_fn is None or (type(tensor) is not Tensor and not is_traced_tensor(tensor)):
         return tensor.register_hook(hook).id  # type: ignore[no-untyped-call]
     key: Any = (owner, next(_keys)) if number is None else (owner, next(_keys), number)
     key = _Last(key) if is_last else key
@@ -71,16 +71,16 @@ def hook_gradient(
         tensor._backward_hooks = hooks = OrderedDict()
         tensor.grad_fn._register_hook_dict(tensor)
     elif hooks or number is not None:
-        _add(hooks, key, hook, number)
+        _add_in_order(hooks, key, hook, number)
         return key
     hooks[key] = hook
     return key
 
 
-def _add(hooks: HookDict, key: Any, hook: Callable[..., Any], number: int | None) -> None:
+def _add_in_order(hooks: HookDict, key: Any, hook: Callable[..., Any], number: int | None) -> None:
     """Add a hook behind its owner's earlier hooks, and before the hooks of earlier owners."""
     if number is not None:
-        _insert(hooks, key, hook)
+        _insert_numbered(hooks, key, hook)
         return
     # torch uses the plain dictionary's order, so later hooks must be put in again.
     is_last = type(key) is _Last
@@ -95,7 +95,7 @@ def _add(hooks: HookDict, key: Any, hook: Callable[..., Any], number: int | None
     hooks.update(later_hooks)
 
 
-def _insert(hooks: HookDict, key: Any, hook: Callable[..., Any]) -> None:
+def _insert_numbered(hooks: HookDict, key: Any, hook: Callable[..., Any]) -> None:
     """Insert a numbered hook by its number; numbered hooks come before the others."""
     numbered = [(k, h) for k, h in hooks.items() if type(k) is tuple and len(k) == 3]
     numbered = sorted([*numbered, (key, hook)], key=lambda item: item[0][2])
@@ -113,34 +113,34 @@ def unhook_gradient(tensor: Tensor, key: Any) -> None:
     hooks.pop(key, None)
 
 
-def saves_itself(tensor: Tensor) -> bool:
+def grad_fn_saves(tensor: Tensor) -> bool:
     """Tell whether the function that computed a tensor saved it for its own backward, as tanh does.
 
     In a second derivative, such a tensor gets a further gradient, which does not come from its
     uses.
     """
     function = tensor.grad_fn
-    return function is not None and _saves_result(type(function), tensor.output_nr)
+    return function is not None and _may_save_result(type(function), tensor.output_nr)
 
 
 @functools.cache
-def _saves_result(function: type, number: int) -> bool:
+def _may_save_result(node_type: type, output_nr: int) -> bool:
     # A function written in Python does not tell, so it is assumed to save its result.
-    is_of_python = issubclass(function, PYTHON_NODE)
-    names = "_saved_result", "_saved_output", "_saved_out", f"_saved_result{number}"
-    return is_of_python or any(hasattr(function, name) for name in names)
+    is_of_python = issubclass(node_type, PYTHON_NODE)
+    names = "_saved_result", "_saved_output", "_saved_out", f"_saved_result{output_nr}"
+    return is_of_python or any(hasattr(node_type, name) for name in names)
 
 
 def version_counter(tensor: Tensor) -> Tensor:
     """Return an empty tensor that shares a tensor's `_version`, and if possible not its memory."""
     counter = tensor.detach()
     # Inside a transform of torch.func, a tensor's memory cannot be replaced.
-    if not is_wrapped(tensor) and not is_of_trace(tensor):
+    if not is_wrapped(tensor) and not is_traced_tensor(tensor):
         counter.data = tensor.new_empty(0)
     return counter
 
 
-def base_of_view(tensor: Tensor) -> Tensor | None:
+def base_in_graph(tensor: Tensor) -> Tensor | None:
     """Return the tensor of the graph whose memory a view shares; None if the tensor is not a view.
 
     Also None where an in-place operation cannot take the view's place in the graph. These are views
@@ -150,43 +150,43 @@ def base_of_view(tensor: Tensor) -> Tensor | None:
     base = tensor._base if tensor._is_view() else None
     if base is None or base.grad_fn is None:
         return None
-    if type(base) is not Tensor and not is_of_trace(base):
+    if type(base) is not Tensor and not is_traced_tensor(base):
         return None
     is_one_kind = base.dtype is tensor.dtype and base.is_conj() == tensor.is_conj()
     return base if is_one_kind and base.is_neg() == tensor.is_neg() else None
 
 
-def is_held_by_one_view(view: Tensor) -> bool:
+def holds_base_alone(view: Tensor) -> bool:
     """Tell whether this view alone holds its base, made inside an operation such as `linear`.
 
     Without torch's use count, the answer is False.
     """
     is_counted = hasattr(view, "_use_count") and view._base is not None
-    if is_counted and is_of_trace(view):
-        return _holders(view) == _holders(view.new_ones(1).requires_grad_().neg().view(1))
-    return is_counted and _holders(view) == _holders_of_one()
+    if is_counted and is_traced_tensor(view):
+        return _refcounts(view) == _refcounts(view.new_ones(1).requires_grad_().neg().view(1))
+    return is_counted and _refcounts(view) == _sole_view_refcounts()
 
 
-def _holders(view: Tensor) -> tuple[int, int]:
+def _refcounts(view: Tensor) -> tuple[int, int]:
     base = view._base
     in_python = sys.getrefcount(base)
     return in_python, base._use_count()  # type: ignore[union-attr]
 
 
 @functools.cache
-def _holders_of_one() -> tuple[int, int]:
+def _sole_view_refcounts() -> tuple[int, int]:
     # torch's versions count differently, so compare with the counts of a view of known holders.
     with torch.enable_grad():
-        return _holders(torch.ones(1, requires_grad=True).neg().view(1))
+        return _refcounts(torch.ones(1, requires_grad=True).neg().view(1))
 
 
-def is_of_trace(tensor: Tensor) -> bool:
+def is_traced_tensor(tensor: Tensor) -> bool:
     """Tell whether a tensor belongs to a graph that torch.compile traces."""
     kind = type(tensor)
     return kind is not Tensor and kind.__name__ in ("FunctionalTensor", "FakeTensor")
 
 
-def is_run_of_compiled(node: Any) -> bool:
+def is_compiled_node(node: Any) -> bool:
     """Tell whether a node of the graph is a run of compiled code."""
     return isinstance(node, PYTHON_NODE) and type(node).__name__.startswith("CompiledFunction")
 
@@ -202,7 +202,7 @@ def is_written_by_compiled(tensor: Tensor) -> bool:
     )
 
 
-def hook_node_before(
+def prehook_node(
     node: Any,
     hook: Callable[[tuple[Tensor | None, ...]], Any],
     owner: int = 0,
@@ -217,7 +217,7 @@ def hook_node_before(
     hooks: HookDict | None = handle.hooks_dict_ref()
     if hooks is not None and hooks.pop(handle.id, None) is not None:
         key: Any = (owner, next(_keys)) if number is None else (owner, next(_keys), number)
-        _add(hooks, key, hook, number)
+        _add_in_order(hooks, key, hook, number)
 
 
 def hook_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], None]) -> Any:

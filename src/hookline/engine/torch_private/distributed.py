@@ -49,12 +49,12 @@ def clone_locally(tensor: Tensor) -> Tensor:
 
     `clone()` of a DTensor with partial placements would compute the sum over ranks: a collective.
     """
-    if not is_summand(tensor):
+    if not is_partial_dtensor(tensor):
         return tensor.clone()
     return ShardLayout.of(tensor).put(tensor.to_local().clone())  # type: ignore[attr-defined]
 
 
-def is_summand(tensor: Any) -> bool:
+def is_partial_dtensor(tensor: Any) -> bool:
     """Tell whether a tensor is a DTensor that torch has not yet summed over ranks."""
     return is_dtensor(tensor) and any(part.is_partial() for part in tensor.placements)
 
@@ -83,15 +83,15 @@ class ShardLayout(NamedTuple):
         )  # fmt: skip
         return whole
 
-    def call(self, hook: Callable[[Tensor], Any], grad: Tensor) -> Any:
+    def call(self, hook: Callable[[Tensor], Any], local_grad: Tensor) -> Any:
         """Call a hook with a DTensor of this rank's part. Return this rank's part of its result."""
-        new = hook(self.put(grad))
+        new = hook(self.put(local_grad))
         if is_dtensor(new):
             return local_part(new.redistribute(placements=self.placements))
         return new
 
 
-def layout_of(tensor: Any) -> dict[str, Any]:
+def layout_json(tensor: Any) -> dict[str, Any]:
     """Describe the placement of a DTensor's part on this rank, as JSON.
 
     Returns:
@@ -106,11 +106,11 @@ def layout_of(tensor: Any) -> dict[str, Any]:
         "names": list(mesh.mesh_dim_names or ()),
         "first": int(mesh.mesh.flatten()[0]),
         "at": list(mesh.get_coordinate() or ()),
-        "placements": [_placement(placement) for placement in tensor.placements],
+        "placements": [_placement_json(placement) for placement in tensor.placements],
     }
 
 
-def _placement(placement: Any) -> list[Any]:
+def _placement_json(placement: Any) -> list[Any]:
     """Describe a placement along one dimension of a mesh, as JSON."""
     match type(placement).__name__:
         case "Shard":
@@ -135,7 +135,7 @@ class ReplacedTensor(NamedTuple):
     layout: ShardLayout | None
 
 
-def source_of(tensor: Tensor) -> ReplacedTensor | None:
+def find_replaced_tensor(tensor: Tensor) -> ReplacedTensor | None:
     """Find the tensor that FSDP2 or tensor parallelism has replaced; None if it replaced none.
 
     FSDP2 calls a module with the results of its own function, and tensor parallelism with DTensors.
@@ -147,7 +147,7 @@ def source_of(tensor: Tensor) -> ReplacedTensor | None:
         if name == _OF_LOCAL:
             layout = ShardLayout.of(tensor)
             gradient_placements = getattr(node, "grad_placements", None)  # absent in torch 2.11
-            if gradient_placements is not None or is_summand(tensor):
+            if gradient_placements is not None or is_partial_dtensor(tensor):
                 return None
         node, number = node.next_functions[number]  # type: ignore[union-attr]
     if node is tensor.grad_fn or node is None or hasattr(node, "variable"):
@@ -158,7 +158,7 @@ def source_of(tensor: Tensor) -> ReplacedTensor | None:
     return ReplacedTensor(node, number, base if is_whole else None, alias, layout)
 
 
-def full_value(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """Return the whole of a DTensor, on every rank of its mesh: a collective."""
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     # A tensor kept on another device (device="cpu") must move to a device on which its mesh
@@ -167,24 +167,24 @@ def full_value(tensor: Tensor) -> Tensor:
     return local_part(whole)
 
 
-def sharded_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
+def fsdp2_parameter_pairs(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
     """Return the parameters that FSDP2 shards at this module, sharded and (or None) unsharded.
 
     Between forward and backward, and after a forward without backward, a module holds the unsharded
     parameters.
     """
-    return [_both(parameter) for group in _groups(module) for parameter in group.fsdp_params]
+    return [_both(parameter) for group in _fsdp2_groups(module) for parameter in group.fsdp_params]
 
 
-def waiting_gradients(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def unreduced_gradients(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return shards of FSDP2 at this module, with whole gradients that it has not reduced yet."""
-    parts = [parameter for group in _groups(module) for parameter in group.fsdp_params]
+    parts = [parameter for group in _fsdp2_groups(module) for parameter in group.fsdp_params]
     grads = [(part.sharded_param, getattr(_both(part)[1], "grad", None)) for part in parts]
     grads += [(part.sharded_param, part.unsharded_accumulated_grad) for part in parts]
     return [(shard, local_part(grad)) for shard, grad in grads if grad is not None]
 
 
-def _groups(module: nn.Module) -> list[Any]:
+def _fsdp2_groups(module: nn.Module) -> list[Any]:
     """Return the groups of parameters that FSDP2 shards at this module: one before torch 2.12."""
     if not hasattr(type(module), "_get_fsdp_state"):
         return []
@@ -196,25 +196,25 @@ def _groups(module: nn.Module) -> list[Any]:
 
 def reshard(model: nn.Module) -> None:
     """Make FSDP2 hold shards again, in a model whose forward was interrupted."""
-    if not is_grouped():
+    if not has_process_group():
         return
     for module in model.modules():
-        for group in _groups(module):
+        for group in _fsdp2_groups(module):
             group._training_state = type(group._training_state).IDLE  # the state after a forward
             if id(group) not in _held:
                 group.reshard()
 
 
-_held: set[int] = set()  # the ids of the groups whose weights `held_whole` holds
+_held: set[int] = set()  # the ids of the groups whose weights `keep_unsharded` holds
 
 
 @contextmanager
-def held_whole(model: nn.Module) -> Iterator[None]:
+def keep_unsharded(model: nn.Module) -> Iterator[None]:
     """Gather the weights that FSDP2 shards. Forwards then leave them whole."""
-    modules = [module for module in model.modules() if _groups(module)]
+    modules = [module for module in model.modules() if _fsdp2_groups(module)]
     for module in modules:
         module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
-    groups = [group for module in modules for group in _groups(module)]
+    groups = [group for module in modules for group in _fsdp2_groups(module)]
     before = [(group, group.post_forward_mesh_info, group.is_sharded) for group in groups]
     held = {id(group) for group in groups} - _held
     _held.update(held)
@@ -238,20 +238,20 @@ def wraps_fsdp1(module: nn.Module) -> bool:
     return "FullyShardedDataParallel" in {kind.__name__ for kind in type(module).__mro__}
 
 
-def is_flat(parameter: Tensor) -> bool:
+def is_flat_parameter(parameter: Tensor) -> bool:
     """Tell whether a parameter holds all parameters of an FSDP1 wrapper, or this rank's part."""
     return hasattr(parameter, "_is_flat_param")
 
 
-def is_in_flat(parameter: Tensor) -> bool:
+def is_in_flat_parameter(parameter: Tensor) -> bool:
     """Tell whether a parameter is in a flat one, with `use_orig_params=True` of FSDP1.
 
     The model then computes with views of the flat parameter, and never with this one.
     """
-    return hasattr(parameter, "_fsdp_flattened") and not is_flat(parameter)
+    return hasattr(parameter, "_fsdp_flattened") and not is_flat_parameter(parameter)
 
 
-def fsdp1_parts(model: nn.Module) -> dict[int, list[int]]:
+def ranks_by_fsdp1_parameter(model: nn.Module) -> dict[int, list[int]]:
     """Return the parameters of which FSDP1 gives each rank a part: flat ones or others.
 
     A wrapper gives each rank all of them with `NO_SHARD`, and leaves ignored parameters alone.
@@ -260,7 +260,7 @@ def fsdp1_parts(model: nn.Module) -> dict[int, list[int]]:
         By the id of each, the ranks that share it.
     """
     ranks: dict[int, list[int]] = {}
-    for handle in _handles(model):
+    for handle in _fsdp1_handles(model):
         if handle.uses_sharded_strategy:
             flat, of_group = handle.flat_param, dist.get_process_group_ranks(handle.process_group)
             parts = (flat, *(flat._params or ()), *(flat._shared_params or ()))
@@ -268,14 +268,14 @@ def fsdp1_parts(model: nn.Module) -> dict[int, list[int]]:
     return ranks
 
 
-def own_class(module: nn.Module) -> type:
+def class_before_fsdp2(module: nn.Module) -> type:
     """Return the class of a module as it was before FSDP2 derived one from it."""
     kinds = type(module).__mro__
     names = [kind.__name__ for kind in kinds]
     return kinds[names.index("FSDPModule") + 1] if "FSDPModule" in names else kinds[0]
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_ddp(model: nn.Module) -> nn.Module:
     """Return the module within a DistributedDataParallel; another module itself.
 
     The wrapper's forward may broadcast buffers, in eval mode as well: a collective.
@@ -286,7 +286,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def sharding(model: nn.Module) -> str:
+def sharding_kind(model: nn.Module) -> str:
     """Tell how the weights of a model are sharded.
 
     Returns:
@@ -298,8 +298,8 @@ def sharding(model: nn.Module) -> str:
     for module in model.modules():
         if wraps_fsdp1(module):
             return "FSDP1"
-        has_fsdp |= bool(_groups(module))
-        for group in _groups(module):
+        has_fsdp |= bool(_fsdp2_groups(module))
+        for group in _fsdp2_groups(module):
             is_split |= any(parameter.is_dtensor for parameter in group.fsdp_params)
             by_fsdp.update(id(part) for parameter in group.fsdp_params for part in _both(parameter))
     is_split |= any(
@@ -308,27 +308,27 @@ def sharding(model: nn.Module) -> str:
     return "split" if is_split else "FSDP2" if has_fsdp else ""
 
 
-def is_split(model: nn.Module) -> bool:
+def is_tensor_parallel(model: nn.Module) -> bool:
     """Tell whether tensor parallelism splits weights, whether or not FSDP shards the parts."""
-    return sharding(model) == "split" or bool(fsdp1_layouts(model))
+    return sharding_kind(model) == "split" or bool(fsdp1_dtensor_layouts(model))
 
 
-def fsdp1_layouts(model: nn.Module) -> list[Any]:
+def fsdp1_dtensor_layouts(model: nn.Module) -> list[Any]:
     """Return the layouts of the DTensors that tensor parallelism made before FSDP1 wrapped them.
 
     FSDP1 flattens the weights of each wrapper, and notes how to make DTensors of them again.
     """
-    notes = [note for handle in _handles(model) for note in handle.flat_param._param_extensions]
+    notes = [note for h in _fsdp1_handles(model) for note in h.flat_param._param_extensions]
     return [note for note in notes if note is not None]
 
 
-def _handles(model: nn.Module) -> list[Any]:
+def _fsdp1_handles(model: nn.Module) -> list[Any]:
     handles: list[Any] = [module._handle for module in model.modules() if wraps_fsdp1(module)]
     return [handle for handle in handles if handle]
 
 
 @contextmanager
-def calls_of_sharded(model: nn.Module) -> Iterator[list[Any]]:
+def record_fsdp2_calls(model: nn.Module) -> Iterator[list[Any]]:
     """Note the modules whose weights FSDP2 gathers, in the order in which they are called.
 
     Yields:
@@ -338,7 +338,7 @@ def calls_of_sharded(model: nn.Module) -> Iterator[list[Any]]:
     handles = [
         module.register_forward_pre_hook(lambda module, _: called.append(module))
         for module in model.modules()
-        if _groups(module)
+        if _fsdp2_groups(module)
     ]
     try:
         yield called
@@ -358,7 +358,7 @@ def default_store() -> Any:
 
 def is_shared_job(model: nn.Module | None) -> bool:
     """Tell whether this process is one of several ranks, or its model's weights are sharded."""
-    if not is_grouped():
+    if not has_process_group():
         return False
     if dist.get_world_size() > 1:
         return True
@@ -369,12 +369,12 @@ def _is_sharded(module: nn.Module) -> bool:
     return hasattr(type(module), "_get_fsdp_state") or wraps_fsdp1(module)
 
 
-def is_grouped() -> bool:
+def has_process_group() -> bool:
     """Tell whether this process has a process group: `init_process_group` was called."""
     return _WORLD is not None and _WORLD.default_pg is not None
 
 
-def split_over(tensor: Tensor) -> tuple[dict[str, Any], str]:
+def gradient_split_groups(tensor: Tensor) -> tuple[dict[str, Any], str]:
     """Find the process groups over whose ranks the gradient of a plain tensor is split.
 
     A plain tensor computed from a DTensor's shards (tensor parallelism with

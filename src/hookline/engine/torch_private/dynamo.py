@@ -44,7 +44,7 @@ def dynamo_config() -> Any:
     return getattr(imported("torch._dynamo"), "config", None)
 
 
-def has_compiled() -> bool:
+def may_have_compiled() -> bool:
     """Tell whether there may be compiled code. Many packages load dynamo and compile nothing."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
@@ -58,7 +58,7 @@ class _ThreadSettings(threading.local):
     """The owners of dynamo's settings in a thread, and the earlier values."""
 
     def __init__(self) -> None:
-        self.by: set[Settings] = set()
+        self.by: set[DynamoSettings] = set()
         self.before: dict[str, Any] = {}
 
 
@@ -66,14 +66,14 @@ _in_thread = _ThreadSettings()
 
 
 @final
-class Settings:
+class DynamoSettings:
     """Settings of dynamo while compiled code runs that a line sees.
 
     Dynamo keeps settings for each context. So a setting is restored in the context that made it, or
     not at all. Lines may end in any order: the last line restores the values from before the first.
     """
 
-    _by: set[Settings] | None = None
+    _by: set[DynamoSettings] | None = None
 
     def begin(self) -> None:
         """Apply the settings."""
@@ -97,12 +97,12 @@ class Settings:
                 del _in_thread.before[name]
 
 
-def is_disabled(function: Callable[..., Any]) -> bool:
+def is_compile_disabled(function: Callable[..., Any]) -> bool:
     """Tell whether a function has `torch.compiler.disable`, which a copy of its code would lose."""
     return bool(getattr(function, "_torchdynamo_disable", False))
 
 
-def has_compiled_forward(module: nn.Module) -> bool:
+def may_have_compiled_forward(module: nn.Module) -> bool:
     """Tell whether a module's forward was compiled by itself."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     if frames is None:
@@ -122,12 +122,12 @@ def is_in_operator(error: BaseException) -> bool:
     return type(error).__name__ == "UncapturedHigherOrderOpError"
 
 
-def is_limit(error: BaseException) -> bool:
+def is_recompile_limit(error: BaseException) -> bool:
     """Tell whether an error says that the recompile limit was hit."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
 
 
-def not_alone(functions: Iterable[types.FunctionType]) -> None:
+def never_compile_alone(functions: Iterable[types.FunctionType]) -> None:
     """Keep functions from being compiled on their own; they are compiled only within other code.
 
     torch calls the hooks of a compiled model from code that is not compiled.
@@ -144,20 +144,20 @@ _hooks_met = itertools.count()
 
 
 @while_tracing
-def next_hook() -> str:
+def next_hook_number() -> str:
     """Return a number for a hook, in the order in which dynamo traces hooks."""
     return str(next(_hooks_met))
 
 
-def come_from_outside(tensors: list[Tensor]) -> str:
+def graph_origin_codes(tensors: list[Tensor]) -> str:
     """Tell which tensors the graph being compiled gets from outside; only for code being compiled.
 
     Returns:
         A "1" for each tensor from outside, a "2" for each of these that the graph has written to,
         and a "0" for each tensor that the graph computes.
     """
-    torch._dynamo.comptime.comptime(_note_sources)
-    return _noted_sources()  # type: ignore[no-any-return]
+    torch._dynamo.comptime.comptime(_note_origin_codes)
+    return _noted_origin_codes()  # type: ignore[no-any-return]
 
 
 class _Sources(threading.local):
@@ -167,21 +167,21 @@ class _Sources(threading.local):
 _sources = _Sources()
 
 
-def _note_sources(context: Any) -> None:
+def _note_origin_codes(context: Any) -> None:
     # torch's name for access to dynamo's variables, which are not public.
     tensors = context.get_local("tensors")._i_will_not_complain_if_bc_breaks_VariableTracker()
-    _sources.noted = "".join(map(_source_of, tensors.realize().items))
+    _sources.noted = "".join(map(_origin_code, tensors.realize().items))
 
 
-def _source_of(variable: Any) -> str:
+def _origin_code(variable: Any) -> str:
     if variable.source is None:
         return "0"
-    value = _example(variable.as_proxy().node)
+    value = _example_value(variable.as_proxy().node)
     return "1" if value is None or value._version == 0 else "2"
 
 
 @while_tracing
-def _noted_sources() -> str:
+def _noted_origin_codes() -> str:
     return _sources.noted
 
 
@@ -191,26 +191,26 @@ def keep_call_in_graphs(function: Callable[..., Any]) -> None:
     torch.fx.node.has_side_effect(function)
 
 
-def shares_outputs() -> bool:
+def argument_shares_outputs() -> bool:
     """Tell whether the tensor of the present call in a graph is a view that shares memory.
 
     The view shares memory with several of the graph's outputs, or with an input and an output.
     AOTAutograd then returns the memory and makes these outputs again outside the graph. Their
     gradients bypass the views in the graph. Only for functions of `keep_call_in_graphs`.
     """
-    node: Any = next((node for _, node in _runs_of_nodes()), None)
-    value = None if node is None else _example(node.args[0])
+    node: Any = next((node for _, node in _interpreters_and_nodes()), None)
+    value = None if node is None else _example_value(node.args[0])
     if value is None or not value._is_view():
         return False
-    memory = _memory(value)
+    memory = _storage_id(value)
     inputs = [other for other in node.graph.nodes if other.op == "placeholder"]
     outputs = next(iter(reversed(node.graph.nodes))).all_input_nodes
-    n_outputs = sum(_shares(other, memory) for other in outputs)
-    is_of_input = any(_shares(other, memory) for other in inputs)
+    n_outputs = sum(_is_differentiable_alias(other, memory) for other in outputs)
+    is_of_input = any(_is_differentiable_alias(other, memory) for other in inputs)
     return n_outputs > 1 or (n_outputs == 1 and is_of_input)
 
 
-def at_end_of_graph(function: Callable[[], None]) -> bool:
+def at_end_of_traced_forward(function: Callable[[], None]) -> bool:
     """Call a function between the forward and the backward of the graph that is being traced.
 
     Only for functions of `keep_call_in_graphs`.
@@ -219,7 +219,7 @@ def at_end_of_graph(function: Callable[[], None]) -> bool:
         False if no tracer runs the graph; a backend may run graphs as they are.
     """
     is_traced = False
-    for interpreter, _ in _runs_of_nodes():
+    for interpreter, _ in _interpreters_and_nodes():
         end = vars(interpreter).get("output")
         if end is None:
             end = interpreter.output = _EndOfGraph(interpreter)
@@ -245,7 +245,7 @@ class _EndOfGraph:
         return self.interpreter.output(*args)
 
 
-def _runs_of_nodes() -> Iterator[tuple[Any, Any]]:
+def _interpreters_and_nodes() -> Iterator[tuple[Any, Any]]:
     """Yield the interpreters that trace the present call, innermost first, with their nodes.
 
     Interpreters outside dynamo are the user's own.
@@ -264,23 +264,23 @@ def _runs_of_nodes() -> Iterator[tuple[Any, Any]]:
 _DYNAMO = "torch._dynamo.convert_frame"
 
 
-def _shares(node: Any, memory: int | None) -> bool:
+def _is_differentiable_alias(node: Any, memory: int | None) -> bool:
     """Tell whether the tensor at a node has this memory and requires a gradient."""
-    value = _example(node)
-    return value is not None and value.requires_grad and _memory(value) == memory
+    value = _example_value(node)
+    return value is not None and value.requires_grad and _storage_id(value) == memory
 
 
-def _example(node: Any) -> Tensor | None:
+def _example_value(node: Any) -> Tensor | None:
     """Return dynamo's example value of the tensor at a node; None without one."""
     value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
 
-def _memory(tensor: Tensor) -> int | None:
+def _storage_id(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
-def keep_in_graphs(name: str) -> None:
+def keep_operator_in_graphs(name: str) -> None:
     """Make graphs keep an operator whose result nobody uses, and keep its order."""
     from torch._higher_order_ops import effects  # dynamo is loaded by now
 

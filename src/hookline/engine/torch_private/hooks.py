@@ -45,7 +45,7 @@ _CHECKED_BY_DYNAMO = (
 )  # fmt: skip
 
 
-def own_kinds(module: nn.Module) -> int:
+def own_hook_mask(module: nn.Module) -> int:
     """Return which of these dictionaries contain hooks of hookline, as a bit for each.
 
     By default compiled code does not notice when an empty dictionary gets a hook.

@@ -27,11 +27,11 @@ _innermost_transform = torch._C._functorch.peek_interpreter_stack
 float32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 
 
-def is_ordinary() -> bool:
+def is_plain_eager() -> bool:
     """Tell whether neither a tracer nor a transform of torch.func runs.
 
-    This function combines `tracer` and `transform`. Each pass begins with it, when its code is no
-    longer in the processor's caches, so one call less matters.
+    This function combines `running_tracer` and `running_transform`. Each pass begins with it, when
+    its code is no longer in the processor's caches, so one call less matters.
     """
     symbolic = sys.modules.get("torch.fx._symbolic_trace")
     return not (
@@ -39,11 +39,11 @@ def is_ordinary() -> bool:
         or _is_jit_tracing()
         or _dispatch_mode(_PROXY) is not None
         or _is_exporting()
-        or (symbolic is not None and _may_trace(symbolic))
+        or (symbolic is not None and _may_be_fx_tracing(symbolic))
     )
 
 
-def tracer() -> str | None:
+def running_tracer() -> str | None:
     """Return the public name of the running tracer; None without one.
 
     `torch.compile` does not count, since it knows of lines.
@@ -55,12 +55,12 @@ def tracer() -> str | None:
     if _dispatch_mode(_PROXY) is not None:
         return "make_fx"
     symbolic = sys.modules.get("torch.fx._symbolic_trace")
-    if symbolic is not None and _may_trace(symbolic) and _traces_here(symbolic):
+    if symbolic is not None and _may_be_fx_tracing(symbolic) and _fx_traces_in_thread(symbolic):
         return "torch.fx.symbolic_trace"
     return None
 
 
-def _may_trace(symbolic: Any) -> bool:
+def _may_be_fx_tracing(symbolic: Any) -> bool:
     """Tell whether torch.fx's flag says that it traces: of torch up to 2.13, or from 2.14.
 
     True where torch has renamed both.
@@ -72,7 +72,7 @@ def _may_trace(symbolic: Any) -> bool:
     return is_tracing is None or bool(is_tracing())
 
 
-def _traces_here(symbolic: object) -> bool:
+def _fx_traces_in_thread(symbolic: object) -> bool:
     """Tell whether torch.fx traces in this thread.
 
     Up to torch 2.13 all threads share its flag, which is set while another thread compiles.
@@ -86,7 +86,7 @@ def _traces_here(symbolic: object) -> bool:
 _functorch = torch._C._functorch
 
 
-def transform() -> str | None:
+def running_transform() -> str | None:
     """Return the innermost running transform of torch.func, such as "Vmap"; None without one."""
     innermost = _innermost_transform()
     return None if innermost is None else innermost.key().name
@@ -97,7 +97,7 @@ def transform() -> str | None:
 is_wrapped = _functorch.is_functorch_wrapped_tensor
 
 
-def is_mapped(tensor: Tensor) -> bool:
+def is_vmapped(tensor: Tensor) -> bool:
     """Tell whether a tensor is vmap's view of one example."""
     return _functorch.is_batchedtensor(tensor)
 
@@ -110,14 +110,14 @@ def is_of_running_transform(tensor: Tensor) -> bool:
 
 # Tells whether a tensor is one example of torch's older vmap, in which a batched backward runs:
 # `autograd.grad(is_grads_batched=True)`, `functional.jacobian(vectorize=True)`.
-is_of_older_vmap: Callable[[Tensor], bool] = getattr(
+is_legacy_batched: Callable[[Tensor], bool] = getattr(
     _functorch, "is_legacy_batchedtensor", lambda tensor: False
 )
 _ABSENT = 2**31 - 1  # the size of a batch that a tensor is not part of
 _MOST_LEVELS = 64
 
 
-def without_older_vmap(tensor: Tensor) -> tuple[Tensor, list[int]]:
+def unwrap_legacy_vmap(tensor: Tensor) -> tuple[Tensor, list[int]]:
     """Return the whole batch that the older vmap has wrapped, and the levels of its dimensions.
 
     The batch dimensions are in front, the outermost vmap's first.
@@ -131,14 +131,14 @@ def without_older_vmap(tensor: Tensor) -> tuple[Tensor, list[int]]:
     return tensor, levels
 
 
-def with_older_vmap(batch: Tensor, levels: list[int]) -> Tensor:
-    """Wrap a batch as `without_older_vmap` found it."""
+def rewrap_legacy_vmap(batch: Tensor, levels: list[int]) -> Tensor:
+    """Wrap a batch as `unwrap_legacy_vmap` found it."""
     for level in levels:
         batch = torch._add_batch_dim(batch, 0, level)
     return batch
 
 
-def unwrapped(tensor: Tensor) -> tuple[Tensor, int | None]:
+def unwrap_transform(tensor: Tensor) -> tuple[Tensor, int | None]:
     """Return the tensor that a transform has wrapped, and under vmap the batch dimension."""
-    dimension = _functorch.maybe_get_bdim(tensor) if is_mapped(tensor) else None
+    dimension = _functorch.maybe_get_bdim(tensor) if is_vmapped(tensor) else None
     return _functorch.get_unwrapped(tensor), dimension

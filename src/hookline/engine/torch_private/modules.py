@@ -46,25 +46,25 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules if table is None else table
 
 
-def is_leaf(module: nn.Module) -> bool:
+def is_uncompiled_leaf(module: nn.Module) -> bool:
     """Tell whether a module has no children and does not hold its compiled call."""
     attributes = module.__dict__
     return not attributes.get("_modules", True) and "_compiled_call_impl" not in attributes
 
 
-def look_into(
-    module: nn.Module, bare: set[type]
+def unwrap_to_children(
+    module: nn.Module, plain_types: set[type]
 ) -> tuple[nn.Module, list[nn.Module], dict[str, nn.Module | None]]:
     """Return the module inside wrappers, those that hold their compiled call, and the children.
 
-    `bare` holds the types that are not wrappers. It grows, since checking each type once halves the
-    time of a walk over a model.
+    `plain_types` holds the types that are not wrappers. It grows, since checking each type once
+    halves the time of a walk over a model.
     """
-    if type(module) in bare:
+    if type(module) in plain_types:
         return module, [module] if holds_compiled_call(module) else [], children(module)
-    layers = unwrapping(module)
+    layers = wrapper_chain(module)
     if len(layers) == 1:
-        bare.add(type(module))
+        plain_types.add(type(module))
     return layers[-1], list(filter(holds_compiled_call, layers)), children(layers[-1])
 
 
@@ -84,22 +84,22 @@ def tensor_tables(
             if child is not None and id(child) not in modules:
                 modules[id(child)] = child
                 waiting.append(child)
-    return [(module, parameters(module), buffers(module)) for module in modules.values()]
+    return [(module, own_parameters(module), own_buffers(module)) for module in modules.values()]
 
 
-def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the module's own parameters by name; `named_parameters` would drop a tied name."""
     table: dict[str, nn.Parameter | None] | None = module.__dict__.get("_parameters")
     return module._parameters if table is None else table  # a traced module holds another table
 
 
-def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the module's own buffers by name; assigning to the dict replaces a buffer."""
     table: dict[str, torch.Tensor | None] | None = module.__dict__.get("_buffers")
     return module._buffers if table is None else table
 
 
-def table_of(module: nn.Module, name: str) -> dict[str, Any]:
+def table_holder(module: nn.Module, name: str) -> dict[str, Any]:
     """Return a dictionary that holds a module's table under its name, also after a new table came.
 
     Args:
@@ -126,10 +126,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
     The wrappers are those of compiled, parallel, averaged, checkpointed and sharded modules.
     """
-    return unwrapping(module)[-1]
+    return wrapper_chain(module)[-1]
 
 
-def unwrapping(module: nn.Module) -> list[nn.Module]:
+def wrapper_chain(module: nn.Module) -> list[nn.Module]:
     """Return torch's wrappers around a module, the outermost first, and then the module itself."""
     layers = [module]
     while (inner := _wrapped_in(layers[-1])) is not None:
@@ -154,10 +154,10 @@ def is_scripted(module: nn.Module) -> bool:
 
 def has_forward(module: nn.Module) -> bool:
     """Tell whether a module can be called: `ModuleList` and other containers cannot."""
-    return not is_holder(type(module)) or "forward" in module.__dict__
+    return not lacks_forward(type(module)) or "forward" in module.__dict__
 
 
-def is_holder(kind: type) -> bool:
+def lacks_forward(kind: type) -> bool:
     """Tell whether a class has no forward. A scripted module's forward belongs to its instances."""
     return getattr(kind, "forward", None) is nn.Module.forward
 

@@ -13,11 +13,11 @@ from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import plural, type_and_line
 from hookline.engine import (
     Selection,
+    gather_last_dim,
     is_compiled,
     is_exported,
     is_scripted,
-    is_split,
-    joined,
+    is_tensor_parallel,
     register_parts,
     require_model,
     select,
@@ -170,7 +170,7 @@ class Anatomy(Result):
     def _n_heads_side_by_side(self, width: int) -> int:
         """Return the number of heads in a value: tensor parallelism gives each rank some."""
         assert self.n_heads is not None
-        if "attn_heads" not in self or not is_split(self._wrapped):
+        if "attn_heads" not in self or not is_tensor_parallel(self._wrapped):
             return self.n_heads
         full_width = self._names.shapes[self._names.find("attn_heads")[0]][-1]
         return max(self.n_heads * min(width, full_width) // full_width, 1)
@@ -199,7 +199,7 @@ class Anatomy(Result):
         width = self._names.shapes[self._site("z", layer)][-1]
         with torch.no_grad(), whole_weights(self._wrapped) as split:
             weight = split.get(id(getattr(projection, "weight", None)))
-            value = joined(run.tensor(site), weight, full_width)
+            value = gather_last_dim(run.tensor(site), weight, full_width)
             bias = projection(torch.zeros_like(value[..., :1, :]))
             parts = []
             for begin in range(0, value.shape[-1], width):
@@ -409,7 +409,7 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
     # A tensor made in inference mode has no version, which tells that it was written to.
     with torch.inference_mode(False), eval_without_side_effects(model), quiet_without_fastpath():
         both = trial_inputs(model, inputs)
-        split_output = run_output(wrapped, both[0]) if is_split(wrapped) else None
+        split_output = run_output(wrapped, both[0]) if is_tensor_parallel(wrapped) else None
         with whole_weights(wrapped):
             if split_output is not None:
                 check_same_output(model, both[0], split_output)

@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import Tensor
 
 from hookline.display.results import Heading, Printout, Result
-from hookline.engine import full_value, is_dtensor
+from hookline.engine import gather_full, is_dtensor
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.embeddings_and_head import Head
@@ -87,4 +87,4 @@ def apply_head(head: Head, site_by_layer: Mapping[int, str], run: Recording, n: 
 
 
 def _gathered(stream: Tensor) -> Tensor:
-    return full_value(stream) if is_dtensor(stream) else stream
+    return gather_full(stream) if is_dtensor(stream) else stream

@@ -17,9 +17,9 @@ from hookline.engine import (
     Order,
     Site,
     TracingAttachError,
-    buffers,
     is_wrapped,
-    parameters,
+    own_buffers,
+    own_parameters,
     while_tracing,
     without_function_modes,
 )
@@ -162,7 +162,7 @@ class Trace(TorchFunctionMode):
         self._weights = {
             id(tensor): (module, name)
             for module in model.modules()
-            for name, tensor in (*parameters(module).items(), *buffers(module).items())
+            for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items())
         }
         self._names = functions()
 

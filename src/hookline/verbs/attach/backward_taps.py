@@ -30,13 +30,13 @@ from hookline.engine import (
     Pass,
     Passes,
     Site,
-    aside,
     at_end_of_backward,
     backward_number,
     call_frame,
-    guarded,
+    call_refusing_writes,
     hook_value,
     no_callback,
+    outside_checkpoint,
     path_text,
     while_tracing,
 )
@@ -44,10 +44,10 @@ from hookline.engine.autograd.aliases import alias_leaves
 from hookline.engine.autograd.module_backward import (
     CallGradients,
     alias_inputs,
-    alias_outputs,
+    alias_multiple,
     alias_saved_outputs,
-    outputs_of,
-    refuse,
+    output_gradients,
+    refuse_view,
 )
 from hookline.engine.pytree import outlines, tree
 from hookline.errors import AttachError, StructureError
@@ -135,11 +135,11 @@ class _RawBackwardTap(GradientTap):
     def _hook_tensor(
         self, current: Pass, tensor: Tensor, hook: GradHook, module: nn.Module, *, reads: bool
     ) -> None:
-        lost = GradHook(refuse, self._path)
+        lost = GradHook(refuse_view, self._path)
         # torch calls process-wide hooks first. A tap that only reads must still come after those of
         # the module's own hooks that change gradients.
         is_last = reads and self.is_everywhere
-        with aside(current.region):
+        with outside_checkpoint(current.region):
             view = hook_value(tensor, hook, lost, id(module), is_last=is_last)
         if view is not None:
             self.note_view(current, view)
@@ -157,7 +157,7 @@ class _RawBackwardTap(GradientTap):
             return None
         self.fired += 1
         try:
-            result = guarded(
+            result = call_refusing_writes(
                 lambda grads: self.function(module, *grads), (old, *rest), str(self.site)
             )
             return None if result is None else check_backward(result, old)
@@ -184,8 +184,8 @@ class BackwardPreTap(_RawBackwardTap):
         current = self._pass_of(module)
         if current is None or not torch.is_grad_enabled():
             return None
-        with aside(current.region):
-            output, meeting = alias_outputs(key, self._path, alias_saved_outputs(key, output))
+        with outside_checkpoint(current.region):
+            output, meeting = alias_multiple(key, self._path, alias_saved_outputs(key, output))
         if meeting is None:
             return output
         call = self._new_call(module)
@@ -205,7 +205,7 @@ class BackwardPreTap(_RawBackwardTap):
         current = self._pass_of(module)
         if current is None:
             return None
-        with aside(current.region):
+        with outside_checkpoint(current.region):
             value = alias_leaves(output)
         if not torch.is_grad_enabled():
             self._comes_later(current)
@@ -252,7 +252,7 @@ class BackwardTap(_RawBackwardTap):
         if not torch.is_grad_enabled():
             self._comes_later(current)
             return None
-        with aside(current.region):
+        with outside_checkpoint(current.region):
             key = id(frame), id(module)
             args, kwargs, call.flow = alias_inputs(key, self._path, args, kwargs)
         entered = call.flow
@@ -280,10 +280,10 @@ class BackwardTap(_RawBackwardTap):
         call = self._current_call()
         if call is None or not torch.is_grad_enabled():
             return None
-        with aside(call):
+        with outside_checkpoint(call):
             output, meeting = alias_saved_outputs(key, output), None
             if call.flow is None:
-                output, meeting = alias_outputs(key, self._path, output)
+                output, meeting = alias_multiple(key, self._path, output)
         if meeting is None:
             return output
         call.outputs = _torch_outline(output, meeting.index)
@@ -302,7 +302,7 @@ class BackwardTap(_RawBackwardTap):
         current = self.in_thread.running
         if call is None or current is None or not torch.is_grad_enabled():
             return None
-        with aside(current.region):
+        with outside_checkpoint(current.region):
             value = alias_leaves(output)
         tensors = self._tensors_to_hook(value)
         if call.outputs is not None:
@@ -310,7 +310,7 @@ class BackwardTap(_RawBackwardTap):
         call.waits = bool(tensors)
         numbers = {id(tensor): slot for slot, tensor in enumerate(tensors)}
         call.outputs = _torch_outline(value, lambda tensor: numbers.get(id(tensor)))
-        meeting = outputs_of(key)
+        meeting = output_gradients(key)
         for slot, tensor in enumerate(tensors):
             hook = GradHook(self._on_grad, call, slot)
             index = None if meeting is None else meeting.index(tensor)

@@ -28,10 +28,10 @@ from hookline.engine import (
     Selector,
     Site,
     Tap,
-    has_compiled,
     hides,
     hook_dict,
-    surely,
+    may_have_compiled,
+    retry_interrupted,
 )
 from hookline.engine.taps.fast_path import REMEDY, is_fused
 from hookline.errors import SelectionError
@@ -87,7 +87,7 @@ class GlobalHooks(Attachment):
 
     def why_silent(self) -> str | None:
         """Name the compiled code that no process-wide hook reaches, if there may be any."""
-        return _BESIDE if self.is_all and has_compiled() else None
+        return _BESIDE if self.is_all and may_have_compiled() else None
 
     @contextmanager
     def undo_on_error(self) -> Iterator[None]:
@@ -189,7 +189,7 @@ class _Dispatcher:
     def _remove_unwanted(self) -> None:
         needed = {group for line in self._lines for group in line.groups}
         for group in self._placed.keys() - needed:
-            surely(partial(self._remove, group))
+            retry_interrupted(partial(self._remove, group))
 
     def _remove(self, group: str) -> None:
         if group in self._placed:

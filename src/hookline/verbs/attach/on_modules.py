@@ -18,7 +18,7 @@ from hookline.engine import (
     Selector,
     Site,
     Tap,
-    defaults_by_name,
+    bind_own_defaults,
     path_text,
 )
 from hookline.errors import AttachError, SelectionError
@@ -126,7 +126,7 @@ class ModuleHooks(EverywhereHooks):
     ) -> HookHandle:
         kind = spec.kind
         check_callable(kind, hook)
-        hook = defaults_by_name(hook, (2 if kind == "forward_pre" else 3) + spec.with_kwargs)
+        hook = bind_own_defaults(hook, (2 if kind == "forward_pre" else 3) + spec.with_kwargs)
         make = partial(AlwaysCalledTap if spec.always_call else RawTap, passes=self.passes,
                        function=hook, check=check, spec=spec)  # fmt: skip
         return self._hook_modules(kind, selector, make, calls=True, prepend=prepend)

@@ -18,7 +18,7 @@ from hookline.engine import (
     PendingGradient,
     Selector,
     Site,
-    guarded,
+    call_refusing_writes,
     path_text,
 )
 from hookline.errors import AttachError, SelectionError
@@ -166,5 +166,5 @@ class _HookCallback(GradientCallback):
     def arrived(
         self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor
     ) -> Tensor | None:
-        new = guarded(self._function, grad, self._where)
+        new = call_refusing_writes(self._function, grad, self._where)
         return None if new is None else check_returns.check_gradient(new, grad, self._where)

@@ -27,7 +27,7 @@ from hookline.engine import (
     local_part,
     outer_backward,
     parameter_ids,
-    waiting_gradients,
+    unreduced_gradients,
 )
 from hookline.errors import NonFiniteError, warn
 from hookline.statistics.finiteness import kinds_in, not_finite, total
@@ -178,7 +178,7 @@ class BackwardChecks:
         """Judge the gradients that FSDP2 keeps until a later backward reduces them."""
         model = self._model()
         modules = [] if model is None else model.modules()
-        waiting = [pair for module in modules for pair in waiting_gradients(module)]
+        waiting = [pair for module in modules for pair in unreduced_gradients(module)]
         if not waiting or self._waiting is not None:
             return self._waiting if waiting else None
         paths = {id(weight): path for path, weight in self._weights}

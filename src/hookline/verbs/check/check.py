@@ -20,12 +20,12 @@ from hookline.engine import (
     Report,
     Site,
     has_forward,
+    has_process_group,
     hides,
-    is_grouped,
-    is_leaf,
+    is_uncompiled_leaf,
     module_tree,
     require_model,
-    sharding,
+    sharding_kind,
 )
 from hookline.errors import warn
 from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in, not_finite, total
@@ -55,7 +55,7 @@ class CheckLine(VerbLine[Line]):
         super().__init__(line)
         self._outcome = Outcome(folder)
         self.findings: list[CheckFinding] = self._outcome.all
-        is_sharded = is_grouped() and bool(sharding(model))
+        is_sharded = has_process_group() and bool(sharding_kind(model))
         devices = (parameter.device for parameter in model.parameters())
         sharded_on = next(devices, torch.device("cpu")) if is_sharded else None
         self._checked = checked = Checked(line.passes, weakref.ref(model), sharded_on)
@@ -80,7 +80,7 @@ class CheckLine(VerbLine[Line]):
         places = [
             (Site(node.path, aliases=node.aliases, module_type=node.type_name), node)
             for node in line.nodes
-            if has_forward(node.module) and (is_leaf(node.module) or not node.path)
+            if has_forward(node.module) and (is_uncompiled_leaf(node.module) or not node.path)
         ]
         with line.all_or_nothing() as registrations:
             self._forward.attach(line, places)

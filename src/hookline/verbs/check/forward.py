@@ -20,7 +20,7 @@ from hookline.engine import (
     Selection,
     Site,
     SplitCallback,
-    is_leaf,
+    is_uncompiled_leaf,
     module_tree,
     path_text,
 )
@@ -80,7 +80,7 @@ class ForwardChecks:
 
     def attach(self, line: Line, places: list[tuple[Site, ModuleNode]]) -> None:
         """Attach a tap to each place, all or none."""
-        single = {site.path for site, node in places if is_leaf(node.module)}
+        single = {site.path for site, node in places if is_uncompiled_leaf(node.module)}
 
         def bind(site: Site) -> SplitCallback:
             callback = self._make_callback(site, is_single=site.path in single)

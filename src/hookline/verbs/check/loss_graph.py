@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hookline.engine import hook_node, local_part, next_number, nodes_of_loss, number_of, saved_by
+from hookline.engine import hook_node, local_part, next_number, node_number, nodes_of_loss, saved_by
 from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in
 from hookline.verbs.check.finding import CheckFinding, SourceLine, user_frame
 from hookline.verbs.check.loss_source_line import CalledAt, line_of_loss
@@ -170,7 +170,11 @@ class LossGraph:
         grad_fns = [tensor.grad_fn for tensor in tensors]
         self._nodes = nodes_of_loss(grad_fns, self._is_run_node, _MOST_NODES)
         loss = next((root for root, kind in zip(tensors, kinds, strict=True) if kind), None)
-        if loss is not None and not self._nodes and not self._is_run_node(number_of(loss.grad_fn)):
+        if (
+            loss is not None
+            and not self._nodes
+            and not self._is_run_node(node_number(loss.grad_fn))
+        ):
             self.fault = Fault(None, loss, notes=(_TOO_MANY,))
         elif loss is not None:
             self.fault = self._with_line(_Values(self._nodes, loss, self._is_output_finite).fault())
@@ -225,7 +229,7 @@ class LossGraph:
         """Add the line to a fault, if the graph does not know it."""
         node, frame = fault.node, self._frame
         if fault.line is None and node is not None and frame is not None:
-            run = self._numbers.last_run_before(number_of(node), self.thread)
+            run = self._numbers.last_run_before(node_number(node), self.thread)
             called_at = None if run is None else run.called_at
 
             def reaches(later: Any) -> bool:

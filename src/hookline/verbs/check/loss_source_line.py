@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hookline.engine import number_of
+from hookline.engine import node_number
 from hookline.verbs.check.finding import SourceLine, source_line
 
 _WORKS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.AugAssign, ast.Subscript, ast.Compare)
@@ -39,7 +39,7 @@ def line_of_loss(
     if called_at == CalledAt(frame.f_code, frame.f_lineno):
         return source_line(frame, frame.f_lineno)  # the model, the loss and its backward
     statements = list(_simple_statements(frame.f_code))
-    variables, number = _variables_in_graph(frame, statements), number_of(node)
+    variables, number = _variables_in_graph(frame, statements), node_number(node)
     later = [
         variable for variable in variables if variable.number >= number and reaches(variable.node)
     ]
@@ -69,7 +69,7 @@ def _variables_in_graph(frame: FrameType, statements: list[ast.stmt]) -> list[_V
     for name, value in frame.f_locals.items():
         places = stored.get(name, [])
         if isinstance(value, Tensor) and value.grad_fn is not None and len(places) == 1:
-            variables.append(_Variable(number_of(value.grad_fn), value.grad_fn, places[0]))
+            variables.append(_Variable(node_number(value.grad_fn), value.grad_fn, places[0]))
     return sorted(variables, key=lambda variable: variable.number)
 
 

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookline.display.text import torch_name
 from hookline.engine import (
-    is_grouped,
+    has_process_group,
+    running_node_traceback,
     storage_address,
-    traced_node,
     without_function_modes,
     without_modes,
 )
@@ -201,7 +201,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run_and_inspect(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and look at what it wrote and returned."""
-        if function.namespace in _COLLECTIVE and is_grouped():
+        if function.namespace in _COLLECTIVE and has_process_group():
             raise RuntimeError(f"it calls {function}, which would wait for the other ranks")
         self.count, self._operation = self.count + 1, str(function)
         inputs = _tensors_in((args, kwargs))
@@ -282,7 +282,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._marks_of(tensor).insert(0, _Mark(tensor, kinds, origin, is_empty))
 
     def _new_origin(self, function: Any, inputs: list[Tensor], bad: list[Tensor]) -> Origin:
-        node = traced_node()
+        node = running_node_traceback()
         if node is None:
             number, name, line = None, self._names.name, source_line(user_frame(sys._getframe()))
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.display.text import type_and_line
-from hookline.engine import Passes, is_grouped
+from hookline.engine import Passes, has_process_group
 from hookline.errors import FolderError
 from hookline.statistics.finiteness import counted
 from hookline.verbs.check.agree_across_ranks import earliest_if_any, rank_here
@@ -38,7 +38,7 @@ class Checked(NamedTuple):
     @property
     def others_would_wait(self) -> bool:
         """Tell whether an error on this rank alone would let the others wait for it."""
-        return is_grouped() and self.sharded_on is None
+        return has_process_group() and self.sharded_on is None
 
 
 @final
@@ -81,7 +81,7 @@ class Outcome:
         if self._folder is None or self._n_files >= _MOST_FILES:
             return finding
         self._n_files += 1
-        if is_grouped():
+        if has_process_group():
             finding = finding.with_(rank=rank_here())
         # A full disk, or an argument that cannot be saved, must not hide the finding.
         try:

@@ -23,15 +23,15 @@ from hookline.engine import (
     Passes,
     Registrations,
     as_recomputation,
-    buffers,
-    inside_compiled,
+    force_eager,
     is_scripted,
     module_tree,
     next_number,
-    parameters,
+    own_buffers,
+    own_parameters,
     path_text,
-    uncompiled,
     unwrap,
+    unwrap_compiled,
     without_modes,
 )
 from hookline.engine.pytree import tree
@@ -148,7 +148,7 @@ class Replay:
         self, root: nn.Module, run: CheckedRun, passes: Passes, paths: Sequence[str]
     ) -> None:
         self._passes = passes
-        self._root = unwrap(inside_compiled(root))
+        self._root = unwrap(unwrap_compiled(root))
         self._nodes = module_tree(self._root).nodes
         self._run = run
         self._running: list[ModuleCall] = []
@@ -177,7 +177,7 @@ class Replay:
             self._name_tensors(args, kwargs)
             anomaly = torch.autograd.set_detect_anomaly(run.has_grad, check_nan=False)
             # What is compiled in place would be compiled anew, with the hooks of the repetition.
-            with uncompiled(), anomaly, self._names, self._origins:
+            with force_eager(), anomaly, self._names, self._origins:
                 self.output = self._root(*args, **kwargs)
             self._judge_output()
         self.likeness.end({call.node.path for call in self.calls})
@@ -385,7 +385,7 @@ class Replay:
 def named_tensors(nodes: Iterable[ModuleNode]) -> list[tuple[str, str, Tensor]]:
     """Return all parameters of modules, then all buffers: "parameter" or "buffer", path, tensor."""
     tables: list[tuple[str, Callable[[nn.Module], Mapping[str, Tensor | None]]]]
-    tables = [("parameter", parameters), ("buffer", buffers)]
+    tables = [("parameter", own_parameters), ("buffer", own_buffers)]
     return [
         (kind, f"{node.path}.{name}".removeprefix("."), tensor)
         for (kind, table), node in itertools.product(tables, nodes)
@@ -399,7 +399,7 @@ def _state_before(module: nn.Module, start: RunStart) -> dict[str, Tensor]:
     entries = module.state_dict().items()
     state = {name: entry for name, entry in entries if isinstance(entry, Tensor)}
     for prefix, part in module.named_modules():
-        for name in buffers(part):
+        for name in own_buffers(part):
             before = start.buffer_before(part, name)
             path = f"{prefix}.{name}" if prefix else name
             if before is not None and path in state:
@@ -415,7 +415,7 @@ def _measured_inputs(call: ModuleCall) -> tuple[Measured, ...]:
 
 
 def _measured_parameters(node: ModuleNode) -> tuple[Measured, ...]:
-    tensors = {**parameters(node.module), **buffers(node.module)}
+    tensors = {**own_parameters(node.module), **own_buffers(node.module)}
     return tuple(
         measure(name, tensor)
         for name, tensor in tensors.items()

@@ -19,13 +19,13 @@ from hookline.engine import (
     Selector,
     Site,
     check_ports,
+    gradient_split_groups,
+    has_process_group,
     hides,
     is_dtensor,
-    is_flat,
-    is_grouped,
+    is_flat_parameter,
     local_part,
     path_text,
-    split_over,
     split_parameters,
 )
 from hookline.errors import AttachError, warn
@@ -90,7 +90,7 @@ class ClipLine(VerbLine[RawLine]):
             )
         if weights and self._limit.kind != "value":
             tensors = [node.tensor for _, node in weights]  # type: ignore[union-attr]
-            if any(map(is_flat, tensors)):
+            if any(map(is_flat_parameter, tensors)):
                 raise AttachError(
                     "hl.clip by a norm must be given whole gradients or DTensors, got a flat"
                     " parameter of FSDP1: each rank would clip by the norm of its own part."
@@ -141,7 +141,9 @@ class ClipLine(VerbLine[RawLine]):
         when_whole = ClipOnAccumulate(clip_parameter)
 
         def on_accumulated(parameter: Tensor) -> None:
-            if is_grouped():  # DDP writes its reduced gradients into .grad at the end of backward
+            if (
+                has_process_group()
+            ):  # DDP writes its reduced gradients into .grad at the end of backward
                 at_end.note_accumulated(parameter)
             else:
                 when_whole.clip_or_queue(parameter)
@@ -180,7 +182,7 @@ class _ClipGradient(GradientCallback):
     ) -> None:
         if is_dtensor(tensor):  # torch computes the norm over all ranks itself
             return
-        groups, unknown = split_over(tensor)
+        groups, unknown = gradient_split_groups(tensor)
         if unknown == "partial" or (unknown and current.recomputation is not None):
             why = "is a partial sum" if unknown == "partial" else "is in a reentrant checkpoint"
             raise AttachError(

@@ -20,7 +20,7 @@ from hookline.engine import (
     Site,
     at_end_of_backward,
     backward_number,
-    full_value,
+    gather_full,
     gather_json,
     is_dtensor,
     outer_backward,
@@ -166,7 +166,7 @@ def clip_norm(parameters: Sequence[Tensor], bound: float, norm_type: float) -> T
 
 
 def _plain_tensor(norm: Tensor) -> Tensor:
-    return full_value(norm) if is_dtensor(norm) else norm
+    return gather_full(norm) if is_dtensor(norm) else norm
 
 
 def check_same_sites_on_ranks(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.results import Heading, Printout, Result
-from hookline.engine import Report, facts, has_numbers, innermost
+from hookline.engine import Report, has_numbers, header_facts, innermost
 from hookline.util.locks import fork_safe_lock
 
 # Held while counts change: gradients may come from several threads.
@@ -83,7 +83,7 @@ class ClipReport(Result):
         return Printout(
             title="hl.clip",
             head=f" on {self.report.model_type}: clipped {self.clipped} of {self.seen} gradients;"
-            f" {'; '.join(facts(self.report))}",
+            f" {'; '.join(header_facts(self.report))}",
             headings=_HEADINGS,
             rows=rows,
             more="rows: .rows",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hookline.display.text import plural, torch_name
-from hookline.engine import ModuleNode, dynamo_config, has_compiled, is_compiled, path_text
+from hookline.engine import ModuleNode, dynamo_config, is_compiled, may_have_compiled, path_text
 from hookline.engine.report.known_faults import known_faults_here
 from hookline.verbs.doctor.causes_of_silence import Facts, runs_differed
 from hookline.verbs.doctor.diagnosis import Note, SiteVerdict
@@ -66,7 +66,7 @@ def environment(model: nn.Module) -> dict[str, str]:
                                  *_torch_names(p.dtype for p in model.parameters())]) or "none",
         "default device": str(torch.get_default_device()),
         "default dtype": torch_name(torch.get_default_dtype()),
-        "dynamo": "has compiled code" if has_compiled() else dynamo,
+        "dynamo": "has compiled code" if may_have_compiled() else dynamo,
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hookline.engine import ModuleNode, global_hooks, hook_dict, parameters
+from hookline.engine import ModuleNode, global_hooks, hook_dict, own_parameters
 from hookline.engine.pytree import tree
 
 # torch's own name for the method that every call of a module goes through.
@@ -135,7 +135,7 @@ class WeightUses(TorchFunctionMode):
         self._paths = {id(node.module): node.path for node in nodes}
         self._owners: dict[int, list[int]] = {}
         for node in nodes:
-            for parameter in parameters(node.module).values():
+            for parameter in own_parameters(node.module).values():
                 if parameter is not None:
                     self._owners.setdefault(id(parameter), []).append(id(node.module))
 

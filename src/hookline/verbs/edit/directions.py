@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine import has_numbers, is_ordinary
+from hookline.engine import has_numbers, is_plain_eager
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit.operands import Edit, Operand, explain_errors
@@ -43,7 +43,7 @@ def steer(direction: Tensor, strength: float | Tensor = 1.0) -> Edit:
     if not isinstance(direction, Tensor) or direction.dim() != 1:
         raise _not_directions("steer", "direction", "a vector of shape (n_features,)", direction)
     # Training may begin at zero, and under a transform or compilation no number is read.
-    if not direction.requires_grad and has_numbers(direction) and is_ordinary():
+    if not direction.requires_grad and has_numbers(direction) and is_plain_eager():
         _check_finite_nonzero("direction", direction, direction.detach()[None].double().norm(dim=1))
     factor = Operand(strength, "steer")
     is_zero = not isinstance(strength, Tensor) and strength == 0

@@ -22,9 +22,9 @@ from hookline.engine import (
     Selection,
     Selector,
     Site,
+    bind_own_defaults,
     call_read_only,
-    defaults_by_name,
-    guarded,
+    call_refusing_writes,
     ports_for,
 )
 from hookline.engine.pytree import describe
@@ -186,10 +186,10 @@ def _binder(change: Any, places: Places, detectors: list[_NoOpDetector]) -> Call
         detectors: takes the detector of each site.
     """
     change_at = getattr(change, "at", None)  # a change that differs by site has `at(site)`
-    everywhere = defaults_by_name(change, 1)
+    everywhere = bind_own_defaults(change, 1)
 
     def bind(site: Site) -> Bound:
-        change_here = defaults_by_name(change_at(site), 1) if callable(change_at) else everywhere
+        change_here = bind_own_defaults(change_at(site), 1) if callable(change_at) else everywhere
         wants_moment = getattr(change_here, "wants_moment", False)
         where = None
         if wants_moment or places.is_limited:
@@ -263,7 +263,7 @@ class _NoOpDetector:
 
     def _edit_gradient(self, change: Callable[..., Any], grad: Any, **extra: Any) -> Any:
         change = partial(change, **extra) if extra else change
-        return self._note_change(guarded(change, grad, self.where))
+        return self._note_change(call_refusing_writes(change, grad, self.where))
 
     def edit_in_graph(self, change: Callable[..., Any], grad: Any) -> Any:
         """Call the function on a gradient in compiled code."""

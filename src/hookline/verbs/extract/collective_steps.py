@@ -12,7 +12,7 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 
 from hookline.display.text import type_and_line
-from hookline.engine import default_store, gather_json, is_grouped, say_by_rank
+from hookline.engine import default_store, gather_json, has_process_group, say_by_rank
 from hookline.errors import RanksError
 
 T = TypeVar("T")
@@ -33,8 +33,8 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.n: int = dist.get_world_size() if is_grouped() else 1
-        self.me: int = dist.get_rank() if is_grouped() else 0
+        self.n: int = dist.get_world_size() if has_process_group() else 1
+        self.me: int = dist.get_rank() if has_process_group() else 0
 
     def gather(self, step: Callable[[], Any]) -> list[Any]:
         """Do a step on each rank, and gather the results. A collective.

@@ -12,7 +12,7 @@ from torch import nn
 
 from hookline.data.batches import Loading
 from hookline.data.sources import source_of
-from hookline.engine import Selector, require_model, sharding, unwrapped
+from hookline.engine import Selector, require_model, sharding_kind, unwrap_ddp
 from hookline.errors import FolderError, HooklineError, InputError, one_of
 from hookline.files.place import Place, place_of
 from hookline.stores import Store, open_store
@@ -171,7 +171,7 @@ def extract(
                 options.get("tokenize"),
                 pin_memory=first_parameter is not None and first_parameter.is_cuda,
             )
-            setup = Setup(unwrapped(model), selector, source_of(data, loading), options)
+            setup = Setup(unwrap_ddp(model), selector, source_of(data, loading), options)
             _check_engine(engine, ranks, setup)
             # Before this process attaches to the model: actors get a copy of it without hooks.
             ray = OnRay(place, setup) if engine == "ray" else None
@@ -237,7 +237,7 @@ def _check_engine(engine: Any, ranks: Ranks, setup: Setup) -> None:
             f"data must have a length for {ranks.n} ranks, which share its batches by number, got"
             " an iterable.\nGive a Dataset, arrays or files."
         )
-    if sharding(setup.model) == "FSDP1":
+    if sharding_kind(setup.model) == "FSDP1":
         raise InputError(
             "model must be sharded by fully_shard, got a FullyShardedDataParallel."
             "\nWrite torch.distributed.fsdp.fully_shard(model)."
@@ -245,6 +245,6 @@ def _check_engine(engine: Any, ranks: Ranks, setup: Setup) -> None:
 
 
 def _in_process_engine(place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> Engine:
-    if ranks.n > 1 and sharding(model):
+    if ranks.n > 1 and sharding_kind(model):
         return OnShardedRanks(place, model, worker, ranks)
     return InProcess(place, worker, ranks)

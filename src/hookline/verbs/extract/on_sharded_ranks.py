@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hookline.engine import Site, calls_of_sharded, reshard, sharding
+from hookline.engine import Site, record_fsdp2_calls, reshard, sharding_kind
 from hookline.errors import RanksError
 from hookline.files.place import Place
 from hookline.stores.job import Job
@@ -45,7 +45,7 @@ class OnShardedRanks:
         self._model = model
         self._worker = worker
         self._ranks = ranks
-        self._is_split = sharding(model) == "split"
+        self._is_split = sharding_kind(model) == "split"
 
     def run(self, job: Job, numbers: Iterable[int], on_written: Callable[[Shard], None]) -> None:
         """Make this rank's share of shards, in step with the others."""
@@ -86,7 +86,7 @@ def _in_lockstep(model: nn.Module, worker: Worker) -> Iterator[_Lockstep]:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
     forward = worker.forward
     try:
-        with calls_of_sharded(model) as called:
+        with record_fsdp2_calls(model) as called:
             steps = _Lockstep(model, worker, group, called)
             worker.forward = steps.forward
             steps.learn_order()

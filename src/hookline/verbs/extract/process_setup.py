@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hookline.data.batch_tokens import DEFAULT_MASK, Mask
 from hookline.data.batches import DataSource
 from hookline.display.text import listed
-from hookline.engine import Selector, full_value, is_dtensor, local_part, sharding
+from hookline.engine import Selector, gather_full, is_dtensor, local_part, sharding_kind
 from hookline.engine.pytree import tree
 from hookline.errors import warn
 from hookline.verbs.extract.options import Extracting
@@ -55,10 +55,10 @@ class Setup:
         """
         options = self.options
         keep, dtype = options.get("keep"), options.get("dtype")
-        is_split = sharding(self.model) == "split"
+        is_split = sharding_kind(self.model) == "split"
         keeping: Keep = {"copy": True} if is_split else {"keep": keep, "dtype": dtype, "copy": True}
         # Weights that are sharded change as they are gathered.
-        state = None if sharding(self.model) else KeptState(self.model)
+        state = None if sharding_kind(self.model) else KeptState(self.model)
         is_eval = options.get("eval", True)
         # The block begins at once: an error in between would leave hooks on the model.
         with (
@@ -100,4 +100,4 @@ def _gather_whole(keep: Callable[[Any], Any] | None, dtype: torch.dtype | None, 
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return full_value(tensor) if is_dtensor(tensor) else local_part(tensor)
+    return gather_full(tensor) if is_dtensor(tensor) else local_part(tensor)

@@ -15,7 +15,7 @@ from torch import nn
 from hookline.data.fingerprints import fingerprint
 from hookline.display.text import listed, plural
 from hookline.display.units import size
-from hookline.engine import path_text, sharding
+from hookline.engine import path_text, sharding_kind
 from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.errors import FolderError, InputError, RanksError, StructureError, warn
 from hookline.files.place import LocalPlace, Place
@@ -69,7 +69,7 @@ class Extraction:
         self._shards: dict[int, Shard] = {}
         self._n_written: int | None = None  # of a finished store
         self._batch_bytes = 0
-        self._is_split = sharding(setup.model) == "split"
+        self._is_split = sharding_kind(setup.model) == "split"
         self._job = self._job_before_run(setup)
         self._begun: tuple[Job, Mapping[str, Any]] | None = None  # on rank 0, of a store
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from hookline.data.batch_tokens import Given, Mask, tokens_of
 from hookline.data.batches import DataSource, NumberedBatch
 from hookline.data.seeding import seeded
-from hookline.engine import Site, sharding
+from hookline.engine import Site, sharding_kind
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import PassRecord
@@ -110,7 +110,7 @@ class Worker:
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
         self.offload.ready()()
-        is_split = sharding(model) == "split"
+        is_split = sharding_kind(model) == "split"
         return summary_of(chunk.columns, Computing.of(kind, dtypes, is_split=is_split))
 
     def _run_to_the_end(self, batch: NumberedBatch) -> Chunk:

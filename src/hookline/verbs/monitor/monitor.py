@@ -17,10 +17,10 @@ from hookline.engine import (
     Report,
     Selector,
     Site,
-    fsdp1_parts,
+    has_process_group,
     hides,
-    is_grouped,
     no_callback,
+    ranks_by_fsdp1_parameter,
     require_model,
 )
 from hookline.errors import InputError, warn
@@ -278,8 +278,8 @@ def _attach(
 ) -> MonitorLine:
     root = line.root
     assert root is not None
-    parameters = Parameters(sites.parameters, slots, fsdp1_parts(root))
-    reporting = Reporting(to, writes=not is_grouped() or dist.get_rank() == 0, model=root)
+    parameters = Parameters(sites.parameters, slots, ranks_by_fsdp1_parameter(root))
+    reporting = Reporting(to, writes=not has_process_group() or dist.get_rank() == 0, model=root)
     steps = TrainingSteps(root, parameters, scaling, every, reporting.add, line.passes.lock)
     line.passes.sink, line.passes.at_root = steps, steps.note_root_pass
     values = ValueSites(slots, line.passes, scaling)

@@ -18,8 +18,8 @@ from hookline.engine import (
     copy_all,
     local_part,
     parameter_ids,
+    reduce_partial,
     subtract_from_all,
-    summed,
 )
 from hookline.verbs.monitor.loss_scale import unscale_fused
 from hookline.verbs.monitor.slots import FIRST, MINE, PLAIN, SiteSlots, Slots
@@ -148,7 +148,7 @@ def _summed_over_ranks(grad: Tensor) -> Tensor:
 
     This is a collective. All ranks step the optimizer, which makes the same one.
     """
-    return grad if type(grad) in PLAIN else summed(grad)
+    return grad if type(grad) in PLAIN else reduce_partial(grad)
 
 
 def _local_part(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from hookline.display.text import first_line, listed
 from hookline.engine import (
     default_store,
     gather_json,
-    is_grouped,
+    has_process_group,
     ranks_of,
     say_by_rank,
     split_ranks,
@@ -96,12 +96,12 @@ class RankGatherer:
     @property
     def rank(self) -> int:
         """Return this process's rank; 0 without a process group."""
-        return dist.get_rank() if is_grouped() else 0
+        return dist.get_rank() if has_process_group() else 0
 
     @property
     def is_grouped(self) -> bool:
         """Tell whether other ranks take part."""
-        return is_grouped() and dist.get_world_size() > 1 and not self._is_alone
+        return has_process_group() and dist.get_world_size() > 1 and not self._is_alone
 
     def publish_settings(self, settings: str) -> None:
         """Tell which steps this rank reports from now on."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, final
 
-from hookline.engine import TIMEOUT_S, failures_of, has_come, say_by_rank
+from hookline.engine import TIMEOUT_S, failures_of, say_by_rank, wait_for_keys
 from hookline.errors import RanksError
 
 # How long ranks wait for one that does not come. Its validation may take that long.
@@ -88,7 +88,7 @@ class ReportBarrier:
     def _wait_for_verdict(self, base: str, settings: str, patience: float) -> None:
         """Wait for the verdict. From time to time, look whether a rank has other settings now."""
         until = time.monotonic() + patience
-        while not has_come(self._store, [f"{base}/go"], min(patience, TIMEOUT_S)):
+        while not wait_for_keys(self._store, [f"{base}/go"], min(patience, TIMEOUT_S)):
             missing = [rank for rank in self._ranks if self._progress_of(rank)[0] < self._number]
             at = {rank: self._progress_of(rank)[1] or settings for rank in (self._me, *missing)}
             if len(set(at.values())) > 1:

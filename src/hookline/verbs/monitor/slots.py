@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookline.curves import ABSENT
 from hookline.display.text import listed, type_and_line
-from hookline.engine import Pass, Site, has_numbers, is_dtensor, is_summand, local_part
+from hookline.engine import Pass, Site, has_numbers, is_dtensor, is_partial_dtensor, local_part
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import HooklineWarning, warn
@@ -94,7 +94,7 @@ class SiteSlots:
             return
         try:
             if type(value) not in PLAIN:
-                if is_summand(value):
+                if is_partial_dtensor(value):
                     self._leave_out("each rank has a summand of its values (the placement Partial)")
                     return
                 self.note_sharding(value)

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from hookline.display.text import plural
 from hookline.engine import (
     AroundCall,
+    FakeModel,
     ModuleNode,
     OperationCounter,
     Order,
     Registrations,
-    ShapesOnly,
     backward_number,
     next_number,
-    number_of,
+    node_number,
     path_text,
     running_node,
-    why_no_shapes,
+    why_not_fakeable,
 )
 from hookline.engine.pytree import tree
 from hookline.verbs.profile.call_tree import BACKWARD, FORWARD, RECOMPUTE, Context
@@ -92,11 +92,11 @@ def count_flops(kinds: RunKinds) -> RunCounts:
             # In a context of its own, where no line of the caller sees the run.
             contextvars.Context().run(_run_counted, kinds.copy, kind, counted)
         except (Exception, SystemExit) as error:
-            failure = failure or f"the model cannot run on shapes alone: {why_no_shapes(error)}"
+            failure = failure or f"the model cannot run on shapes alone: {why_not_fakeable(error)}"
     return RunCounts(top, failure, missing)
 
 
-def _run_counted(copy: ShapesOnly, kind: RunKind, counted: _CallStack) -> None:
+def _run_counted(copy: FakeModel, kind: RunKind, counted: _CallStack) -> None:
     registrations = Registrations()
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -158,7 +158,7 @@ class _CallStack:
 
     def _owner_in_backward(self) -> Context:
         node = running_node()
-        at = -1 if node is None else bisect_right(self._numbers, number_of(node)) - 1
+        at = -1 if node is None else bisect_right(self._numbers, node_number(node)) - 1
         return self._owners[min(at, len(self._owners) - 1)] if at >= 0 else self._stack[0]
 
     def add_costs(self, flops: int, n_bytes: int) -> None:

@@ -21,12 +21,12 @@ from hookline.engine import (
     hides,
     holds_compiled_call,
     is_compiled,
+    is_fsdp2,
     is_scripted,
-    is_sharded,
     path_text,
     require_model,
 )
-from hookline.engine.report.why_silent import gathered
+from hookline.engine.report.why_silent import shared_pass_warning
 from hookline.errors import warn
 from hookline.files.replace_text import path_of
 from hookline.util.stopwatch import STOPWATCH
@@ -138,7 +138,7 @@ class Profile(VerbLine[Line], Result):
             for node in tapped:
                 site = Site(node.path, module_type=type(node.module).__name__)
                 registrations.place([(ProfileTap(site, line.passes, ledger), node)])
-                if is_sharded(node.module):
+                if is_fsdp2(node.module):
                     registrations.place([(ShardedTap(site, line.passes, ledger), node)])
 
     # -- the end ----------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Profile(VerbLine[Line], Result):
         sums = _sums(tops, ran)
         called = [context for top in tops for context in top.children.values()]
         paths = [context.path or "" for context in called if sums.costs_of([context])[0, CALLS] > 1]
-        return gathered("profile", self._described.model_type, paths)
+        return shared_pass_warning("profile", self._described.model_type, paths)
 
     # -- the results ------------------------------------------------------------------------------
 

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.engine import (
+    FakeModel,
     GradHook,
-    ShapesOnly,
     backward_number,
     every_tensor,
-    flags_of,
-    hook_node_before,
-    memory_of,
+    memory_key_and_size,
+    module_flags,
     path_text,
-    why_no_shapes,
+    prehook_node,
+    why_not_fakeable,
 )
 from hookline.util.locks import fork_safe_lock
 from hookline.util.stopwatch import STOPWATCH
@@ -115,7 +115,7 @@ class Run:
         for index, tensor in enumerate(outputs):
             node = tensor.grad_fn
             if node is not None:
-                hook_node_before(node, GradHook(partial(self._note_gradient, index)))
+                prehook_node(node, GradHook(partial(self._note_gradient, index)))
 
     def _note_gradient(self, index: int, grads: tuple[Tensor | None, ...]) -> None:
         if self.kind.closed:
@@ -150,7 +150,7 @@ class RunKinds:
         self.wants_flops = wants_flops
         self._by_key: dict[Any, RunKind] = {}
         self.kinds: list[RunKind] = []
-        self.copy: ShapesOnly | None = None
+        self.copy: FakeModel | None = None
         self.failure: str = ""
         self.seconds: float = 0.0
         self._lock = fork_safe_lock()  # runs may begin in several threads
@@ -183,7 +183,7 @@ class RunKinds:
                 self._copy_inputs(kind, args, kwargs)
             if not kind.is_noted:  # the first run of the kind that does not fail
                 memory = self._model_memory()
-                inputs = {memory_of(tensor)[0] for tensor in every_tensor((args, kwargs))}
+                inputs = {memory_key_and_size(tensor)[0] for tensor in every_tensor((args, kwargs))}
             kind.n_runs += 1
         return Run(kind, memory, inputs)
 
@@ -191,7 +191,7 @@ class RunKinds:
         if self._model is None:
             return set()
         tensors = (*self._model.parameters(), *self._model.buffers())
-        return {memory_of(tensor)[0] for tensor in tensors if not is_lazy(tensor)}
+        return {memory_key_and_size(tensor)[0] for tensor in tensors if not is_lazy(tensor)}
 
     def _copy_inputs(self, kind: RunKind, args: Any, kwargs: Any) -> None:
         if self.failure or self._model is None or not self.wants_flops:
@@ -205,11 +205,11 @@ class RunKinds:
         began = STOPWATCH.read()  # without collections, as the clocks' overhead
         try:
             if self.copy is None:
-                self.copy = ShapesOnly(self._model, self._by_path)
+                self.copy = FakeModel(self._model, self._by_path)
             kind.inputs = self.copy.copied((args, kwargs))
-            kind.flags = flags_of(self._model)
+            kind.flags = module_flags(self._model)
         except Exception as error:
-            self.failure = f"the model cannot be copied: {why_no_shapes(error)}"
+            self.failure = f"the model cannot be copied: {why_not_fakeable(error)}"
         self.seconds += STOPWATCH.read() - began
 
     def release(self) -> None:

@@ -21,13 +21,13 @@ from hookline.engine import (
     at_end_of_inner_backward,
     backward_number,
     hook_gradient,
-    hook_node_before,
-    kept_by,
-    memory_of,
+    memory_key_and_size,
     next_number,
+    node_number,
     nodes_below,
-    number_of,
-    workspace_of,
+    prehook_node,
+    raw_saved_by,
+    rnn_workspace_bytes,
 )
 from hookline.engine.pytree import tree
 from hookline.util.stopwatch import is_above
@@ -306,7 +306,7 @@ class Lane:
         outputs = (output,) if isinstance(output, Tensor) else tree.distinct(output)
         roots = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         for node in roots:
-            self._hook_node(node, number_of(node))
+            self._hook_node(node, node_number(node))
         if self.calls or not roots:
             return
         nodes, before = nodes_below(roots, call.lowest)
@@ -317,7 +317,7 @@ class Lane:
                 self._hook_node(node, number)
                 last = owner
         if before is not None:
-            self._hook_node(before, number_of(before))
+            self._hook_node(before, node_number(before))
         run = call.run
         if run is not None:
             run.kind.n_nodes.add(len(nodes))
@@ -356,20 +356,20 @@ class Lane:
         hooked = self._borders.hooked
         if number not in hooked and number < 2**63:
             hooked.add(number)
-            hook_node_before(node, self._owner_of_node(number))
+            prehook_node(node, self._owner_of_node(number))
 
     def _add_kept_bytes(self, nodes: list[tuple[int, Any]], run: Run) -> None:
         """Add up the bytes that each module's nodes keep; memory that several keep counts once."""
         counted, bytes_by_context = set(run.memory), dict[Context, int]()
         for number, node in reversed(nodes):
-            for tensor in kept_by(node):
-                key, n_bytes = memory_of(tensor)
+            for tensor in raw_saved_by(node):
+                key, n_bytes = memory_key_and_size(tensor)
                 if key not in counted:
                     counted.add(key)
                     context = self._owner_of_node(number).context
                     bytes_by_context[context] = bytes_by_context.get(context, 0) + n_bytes
                     run.kind.kept_inputs += n_bytes * (key in run.inputs)
-            workspace = workspace_of(node)
+            workspace = rnn_workspace_bytes(node)
             if workspace is not None:
                 path = self._owner_of_node(number).context.path or ""
                 run.kind.workspaces.setdefault(path, []).append(workspace)

@@ -24,12 +24,12 @@ from hookline.engine import (
     backward_number,
     has_numbers,
     hook_value,
-    is_of_older_vmap,
+    is_legacy_batched,
     is_wrapped,
     local_part,
     outer_backward,
     plain,
-    without_older_vmap,
+    unwrap_legacy_vmap,
 )
 from hookline.engine.pytree import outlines, tree
 from hookline.recordings import PartialGradients, stamp
@@ -136,8 +136,8 @@ class PlainGradTap(GradOutputTap):
         if self.passes.closed or grad is None:
             return
         self.fired += 1
-        if is_of_older_vmap(grad):
-            grad, _ = without_older_vmap(grad)
+        if is_legacy_batched(grad):
+            grad, _ = unwrap_legacy_vmap(grad)
         if grad.requires_grad:
             grad = grad.detach()
         current.note((self.index, grad, grad._version, call, backward_number()))

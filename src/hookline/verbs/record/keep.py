@@ -16,9 +16,9 @@ from hookline.engine import (
     Pass,
     Site,
     Unversioned,
+    bind_own_defaults,
     call_to_measure,
     clone_locally,
-    defaults_by_name,
     every_tensor,
     graph_snapshot,
     innermost,
@@ -100,7 +100,7 @@ def checked(verb: str, options: Keep) -> Keep:
             " device='cpu'."
         ) from None
     keep = options.get("keep")
-    return options if keep is None else {**options, "keep": defaults_by_name(keep, 1)}
+    return options if keep is None else {**options, "keep": bind_own_defaults(keep, 1)}
 
 
 def is_plain(options: Keep) -> bool:

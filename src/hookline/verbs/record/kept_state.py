@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import buffers, parameters
+from hookline.engine import own_buffers, own_parameters
 from hookline.engine.pytree import tree
 from hookline.files.safetensors_file import flat_bytes
 
@@ -125,7 +125,7 @@ def _state_of(module: nn.Module, depths: dict[int, int]) -> list[tuple[str, Any]
         module: the module.
         depths: for each container and object that modules hold, by its id, how deep it was entered.
     """
-    tables = parameters(module), buffers(module)
+    tables = own_parameters(module), own_buffers(module)
     state = [pair for table in tables for pair in table.items() if pair[1] is not None]
     for name, value in vars(module).items():
         if name in _OF_TORCH:

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from hookline.engine import Line, Selector, Site, reshard, stop_all
+from hookline.engine import Line, Selector, Site, end_thread_passes, reshard
 from hookline.recordings import Recording
 from hookline.verbs.record.keep import Keep, checked
 from hookline.verbs.record.kept_state import KeptState
@@ -159,5 +159,5 @@ class Prefix:
         return [site for site in self.sites if site in missing]
 
     def _stopped(self) -> None:
-        stop_all()  # passes of this line, and of outer lines that see the same forward
+        end_thread_passes()  # passes of this line, and of outer lines that see the same forward
         reshard(self._model)

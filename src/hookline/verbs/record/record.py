@@ -29,10 +29,10 @@ from hookline.engine import (
     SplitCallback,
     Tap,
     Unversioned,
-    aside,
-    is_leaf,
+    is_uncompiled_leaf,
     makes_new_memory,
     no_callback,
+    outside_checkpoint,
     ports_for,
 )
 from hookline.engine.run_settings import SettingsReader
@@ -451,7 +451,7 @@ def _may_hand_on(module: nn.Module) -> bool:
     Containers do, and layers such as `nn.Identity`. A layer of a user's own class mostly computes.
     """
     is_of_torch = type(module).__module__.startswith("torch.")
-    return is_of_torch or not is_leaf(module)
+    return is_of_torch or not is_uncompiled_leaf(module)
 
 
 def _keep(number: int, keeper: Keeper, site: Site) -> Callback:
@@ -459,7 +459,7 @@ def _keep(number: int, keeper: Keeper, site: Site) -> Callback:
         if current.region is None:
             result, was = keeper(current, value, site)
         else:
-            with aside(current.region):
+            with outside_checkpoint(current.region):
                 result, was = keeper(current, value, site)
         current.note((number, result, was))
 

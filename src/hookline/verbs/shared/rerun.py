@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.engine import (
-    buffers,
     discard_hook,
     every_tensor,
     foreign_hooks,
+    has_process_group,
     is_compiled,
-    is_grouped,
-    parameters,
+    own_buffers,
+    own_parameters,
     path_text,
     tensor_hook_dict,
 )
@@ -122,7 +122,7 @@ def _buffers_of(modules: Iterable[nn.Module]) -> list[_Buffer]:
     """Return the buffers of modules that have numbers."""
     return [
         (table, name, buffer)
-        for table in map(buffers, modules)
+        for table in map(own_buffers, modules)
         for name, buffer in table.items()
         if buffer is not None and not buffer.is_meta
     ]
@@ -189,7 +189,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     with _one_at_a_time:
         modules = list(model.modules())
-        tensors = [t for module in modules for t in parameters(module).values() if t is not None]
+        tensors = [t for m in modules for t in own_parameters(m).values() if t is not None]
         with (
             restore_state(modules), grads_restored(tensors), _hooks_restored(modules),
             _attributes_restored(modules),
@@ -212,7 +212,7 @@ def _hooks_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
 @contextmanager
 def _attributes_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore the attributes of modules, and what their containers and plain tensors hold."""
-    tables = [table for module in modules for table in (vars(module), buffers(module))]
+    tables = [table for module in modules for table in (vars(module), own_buffers(module))]
     before: list[tuple[Any, Any]] = [(table, dict(table)) for table in tables]
     before += [
         (container, dict(container) if isinstance(container, dict) else list(container))
@@ -320,7 +320,7 @@ def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
 
 def lazy_name(model: nn.Module) -> str | None:
     """Return the first parameter or buffer that the first run will create; None if all exist."""
-    tables = (table(module) for module in model.modules() for table in (parameters, buffers))
+    tables = (table(m) for m in model.modules() for table in (own_parameters, own_buffers))
     if not any(t is not None and is_lazy(t) for table in tables for t in table.values()):
         return None  # as of most models, whose names need not be made
     return first_name(model, is_lazy)
@@ -423,7 +423,7 @@ def gradients(
     if not is_reentrant:
         return list(torch.autograd.grad(outputs, tensors, grads, allow_unused=True))
     # A reentrant checkpoint refuses torch.autograd.grad.
-    if is_grouped() or any(tensor_hook_dict(leaf, "accumulated") for leaf in leaves):
+    if has_process_group() or any(tensor_hook_dict(leaf, "accumulated") for leaf in leaves):
         raise ReentrantError(
             "a checkpoint with use_reentrant=True only allows backward(), which would also run the"
             " hooks after gradient accumulation"
@@ -508,7 +508,7 @@ class RunStart:
 
     def buffer_before(self, module: nn.Module, name: str) -> Tensor | None:
         """Return a buffer as it was when the run began; None if the run has not changed it."""
-        table = buffers(module)
+        table = own_buffers(module)
         copies = (copy for other, key, copy in self._copies if other is table and key == name)
         return next(copies, None)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hookline.engine import inside_compiled, unwrap
+from hookline.engine import unwrap, unwrap_compiled
 
 
 class RootCall(NamedTuple):
@@ -29,7 +29,7 @@ def root_call(frame: FrameType, root: nn.Module) -> RootCall | None:
     local = frame.f_locals
     owner = local[frame.f_code.co_varnames[0]]
     owner = owner() if isinstance(owner, weakref.ref) else owner
-    inner = unwrap(inside_compiled(root))
-    if not isinstance(owner, nn.Module) or unwrap(inside_compiled(owner)) is not inner:
+    inner = unwrap(unwrap_compiled(root))
+    if not isinstance(owner, nn.Module) or unwrap(unwrap_compiled(owner)) is not inner:
         return None
     return RootCall(inner, local["args"], local["kwargs"])

@@ -16,7 +16,7 @@ from hookline.engine import (
     Operation,
     Selector,
     Site,
-    defaults_by_name,
+    bind_own_defaults,
     select_in,
 )
 from hookline.engine.pytree import describe
@@ -269,7 +269,7 @@ class Grid:
 def bound(change: Any, site: Site) -> Callable[..., Any]:
     """Return a change as a function of the value at a site."""
     at = getattr(change, "at", None)
-    return defaults_by_name(at(site) if callable(at) else change, 1)
+    return bind_own_defaults(at(site) if callable(at) else change, 1)
 
 
 def _cuts(site: str, value: Any, each: Each) -> tuple[_Cut, ...]:

@@ -27,12 +27,12 @@ from hookline.engine import (
     Selector,
     Site,
     SplitCallback,
-    aside,
     check_ports,
     hides,
     innermost,
     is_scripted,
     local_shards,
+    outside_checkpoint,
     path_text,
     snapshot,
 )
@@ -146,7 +146,7 @@ class _Printer:
             if _is_on_accelerator(value.given if isinstance(value, QueryBlocks) else value):
                 for running in calls:
                     running.launches = True
-            with aside(current.region):
+            with outside_checkpoint(current.region):
                 value_text = _value_text(value)
             inputs = "?" if call is None else call.inputs
             duration = "" if call is None else _duration_text(call)

@@ -28,7 +28,7 @@ class _BackwardHooks(dict[int, BackwardHook]):
 
     Attributes:
         run: the function that is called in the end: torch's own, or another patch of it.
-        is_patched: whether torch calls `_run_backward`, itself or by a patch that came later.
+        is_patched: whether torch calls `_run_hooked_backward`, itself or by a later patch.
     """
 
     run: Callable[..., Any] = staticmethod(graph._engine_run_backward)
@@ -40,12 +40,12 @@ class _BackwardHooks(dict[int, BackwardHook]):
         # A patch that came later calls this one; to call that one in turn would never end.
         if now is graph._engine_run_backward or not self.is_patched:
             self.run, self.is_patched = now, True
-            autograd._engine_run_backward = _run_backward
+            autograd._engine_run_backward = _run_hooked_backward
 
     def pop(self, key: int, default: Any = None) -> Any:
         hook = super().pop(key, default)
         # A patch that came later goes on to call this one.
-        if not self and autograd._engine_run_backward is _run_backward:
+        if not self and autograd._engine_run_backward is _run_hooked_backward:
             autograd._engine_run_backward, self.is_patched = self.run, False
         return hook
 
@@ -53,7 +53,7 @@ class _BackwardHooks(dict[int, BackwardHook]):
 BACKWARD_HOOKS = _BackwardHooks()
 
 
-def _run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+def _run_hooked_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     if backward_number() != -1:  # a checkpoint runs it inside another
         return BACKWARD_HOOKS.run(roots, *args, **kwargs)
     with ExitStack() as ends:

@@ -39,7 +39,7 @@ class CheckpointPatch:
     def __init__(self, begin: Begin) -> None:
         function = checkpointing.CheckpointFunction
         self._before = checkpointing._checkpoint_hook, function.__dict__["backward"]
-        self._patched = _patched(begin)
+        self._patched = _make_patches(begin)
 
     def start(self) -> None:
         """Start the calls. `stop` undoes this also after an interrupt."""
@@ -55,7 +55,7 @@ class CheckpointPatch:
 
 
 @functools.cache
-def _patched(begin: Begin) -> tuple[Any, Any, Any]:
+def _make_patches(begin: Begin) -> tuple[Any, Any, Any]:
     # Cached, because making a class takes longer than attaching a line.
     function, hooks = checkpointing.CheckpointFunction, checkpointing._checkpoint_hook
     original_apply, original_backward = function.apply, function.backward
@@ -71,7 +71,7 @@ def _patched(begin: Begin) -> tuple[Any, Any, Any]:
 
     def apply(run: Callable[..., Any], keeps_draws: bool, *args: Any) -> Any:
         if not torch.is_grad_enabled():
-            return _apply_inside(original_apply, run, keeps_draws, args)
+            return _apply_without_graph(original_apply, run, keeps_draws, args)
         region = ReentrantRegion(run, args)
         region.again, end = begin(region.recompute, True)
         try:
@@ -202,7 +202,7 @@ def _origin_of(tensor: Tensor) -> OuterTensor | None:
     return next((origin for origin in origins if origin is not None), None)
 
 
-def _apply_inside(
+def _apply_without_graph(
     apply: Callable[..., Any], run: Callable[..., Any], keeps_draws: bool, args: tuple[Any, ...]
 ) -> Any:
     """Apply a checkpoint where no graph is built, and note which tensors it only passes on."""
@@ -232,7 +232,7 @@ def region_of(node: Any) -> ReentrantRegion | None:
     return run if isinstance(run, ReentrantRegion) else None
 
 
-def result_of(tensor: Tensor) -> tuple[Any, int]:
+def producer_of(tensor: Tensor) -> tuple[Any, int]:
     """Return the node of the graph that computed a tensor, and the tensor's index in its results.
 
     A tensor that a reentrant checkpoint only passes on is the tensor that the checkpoint was given.
@@ -250,18 +250,18 @@ def result_of(tensor: Tensor) -> tuple[Any, int]:
 
 def is_recomputing() -> bool:
     """Tell whether the calling hook runs in the recomputation of a checkpointed region."""
-    return _recomputed_by() is not None
+    return _recomputing_function() is not None
 
 
-def is_repeating_graph() -> bool:
+def is_resaving_tensors() -> bool:
     """Tell whether the calling code runs in a recomputation that only saves tensors again.
 
     Gradients flow through the graph of the first run, not through that of the recomputation.
     """
-    return _recomputed_by() == "recompute_fn"
+    return _recomputing_function() == "recompute_fn"
 
 
-def _recomputed_by() -> str | None:
+def _recomputing_function() -> str | None:
     """Return torch's function that recomputes the innermost region; None without one."""
     if backward_number() == -1:
         return None
@@ -275,7 +275,7 @@ def _recomputed_by() -> str | None:
 _RECOMPUTES = frozenset({"recompute_fn", "backward"})
 
 
-def aside(region: Any) -> AbstractContextManager[Any]:
+def outside_checkpoint(region: Any) -> AbstractContextManager[Any]:
     """Return a context for operations in a region that the second run will not repeat.
 
     A selective checkpoint identifies the operations of the second run by their number. Without a

@@ -23,7 +23,7 @@ def filters_guards(optimized: Any) -> bool:
     return getattr(hooks, "guard_filter_fn", None) is not None
 
 
-def graphs_own_memory() -> bool:
+def may_use_cudagraph_memory() -> bool:
     """Tell whether values may lie in memory of CUDA graphs, which a later run overwrites.
 
     Code compiled with `mode="reduce-overhead"` returns tensors in such memory. A write of a later

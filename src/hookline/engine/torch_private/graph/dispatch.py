@@ -42,7 +42,7 @@ def jagged_parts(tensor: Any) -> tuple[list[Tensor], int]:
     return [part for part in parts if part is not None], tensor._ragged_idx
 
 
-def jagged_of(parts: list[Tensor], dim: int) -> Tensor:
+def jagged_from_parts(parts: list[Tensor], dim: int) -> Tensor:
     """Make a jagged tensor of the results of `jagged_parts`."""
     # Not nested_tensor_from_jagged, which warns in the backward of a graph.
     from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths

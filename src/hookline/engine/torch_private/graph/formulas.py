@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 
 @functools.cache
-def formulas() -> dict[Any, Formula]:
+def extra_formulas() -> dict[Any, Formula]:
     """Return formulas that torch's counter lacks, or has wrong; a multiply-add counts as two.
 
     A formula takes the operation's own arguments and, as `out_val`, its result.
@@ -27,19 +27,19 @@ def formulas() -> dict[Any, Formula]:
         _aten.mkldnn_rnn_layer_backward: lambda *args, **_: 2 * _rnn_layer(*args),
         _aten._trilinear: _trilinear,
         _aten.convolution_backward: _convolution_backward,
-        _aten._euclidean_dist: _distances,
+        _aten._euclidean_dist: _cdist,
         _aten.mv: lambda matrix, _, **__: 2 * matrix.numel(),
         _aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
         _aten.addmv_: lambda _, matrix, *__, **___: 2 * matrix.numel(),
-        _aten.bmm: _product,
+        _aten.bmm: _matmul,
         _aten.dot: lambda vector, _, **__: 2 * vector.numel(),
         _aten.vdot: lambda vector, _, **__: 2 * vector.numel(),
-        _aten._int_mm: _product,
-        _aten._grouped_mm: _product,
-        _aten._sparse_addmm: lambda _, *matrices, **__: _product(*matrices),
+        _aten._int_mm: _matmul,
+        _aten._grouped_mm: _matmul,
+        _aten._sparse_addmm: lambda _, *matrices, **__: _matmul(*matrices),
     }
     for name in _ADDED_TO:
-        table[getattr(_aten, name)] = lambda _, *matrices, **__: _product(*matrices)
+        table[getattr(_aten, name)] = lambda _, *matrices, **__: _matmul(*matrices)
     for name in ("_cudnn_rnn", "miopen_rnn"):
         table[getattr(_aten, name)] = _rnn
         table[getattr(_aten, f"{name}_backward")] = _rnn_backward
@@ -61,7 +61,7 @@ _ATTENTION = (
 _ADDED_TO = ("addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation")
 
 
-def of_sparse(operation: Any, args: Sequence[Any]) -> Formula | None:
+def sparse_formula(operation: Any, args: Sequence[Any]) -> Formula | None:
     """Return the formula of a product of a sparse and a dense tensor; None for another operation.
 
     It counts the values that the sparse tensor holds. torch's formulas count all elements.
@@ -89,7 +89,7 @@ _PRODUCTS = (
 )  # fmt: skip
 
 
-def with_workspace(operation: Any, args: Sequence[Any], out: Any) -> Any:
+def unsized_workspace(operation: Any, args: Sequence[Any], out: Any) -> Any:
     """Return the workspace that an operation keeps for backward; None without one.
 
     In `out`, the operation's result on tensors without numbers, the workspace is empty.
@@ -122,7 +122,7 @@ def _rnn_layer(inputs: Tensor, *weights: Any, **_: Any) -> int:
     return _rnn(inputs, weights[:2])
 
 
-def _product(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+def _matmul(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
     """Count a product of matrices, of batches of matrices, or of groups of rows or columns."""
     batch = left.shape[0] if left.dim() == right.dim() == _MATRIX + 1 else 1
     return int(2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1])
@@ -138,7 +138,7 @@ def _convolution_backward(
     return int(2 * n_places * weight.numel() * sum(wanted[:2]))
 
 
-def _distances(left: Tensor, right: Tensor, **_: Any) -> int:
+def _cdist(left: Tensor, right: Tensor, **_: Any) -> int:
     """Count the product by which `torch.cdist` computes distances; it adds two columns."""
     rows = math.prod(left.shape[:-1])
     return 2 * rows * right.shape[-2] * (left.shape[-1] + 2)
@@ -180,7 +180,7 @@ def _trilinear(*args: Any, **_: Any) -> int:
     return 2 * every + 2 * every // max(first, 1)
 
 
-def has_unknown_flops(operation: Any) -> bool:
+def may_lack_formula(operation: Any) -> bool:
     """Tell whether an operation without a formula may do more than one step for each element.
 
     These are operations of other libraries, and torch's own that multiply, convolve or decompose

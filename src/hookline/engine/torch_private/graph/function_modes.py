@@ -39,7 +39,7 @@ class OwnMode(TorchFunctionMode):
         return func(*args, **({} if kwargs is None else kwargs))
 
 
-def is_overridden(tensors: Iterable[Tensor]) -> bool:
+def has_torch_function_override(tensors: Iterable[Tensor]) -> bool:
     """Tell whether a class of tensors, or a mode of other code, takes part in calls of torch."""
     modes = [_mode_at(place) for place in range(n_modes())]
     kinds = {type(tensor) for tensor in tensors} - {Tensor}
@@ -48,7 +48,7 @@ def is_overridden(tensors: Iterable[Tensor]) -> bool:
     )
 
 
-def pop_mode(mode: object) -> None:
+def pop_if_innermost(mode: object) -> None:
     """Turn a function mode off, if it is the innermost one."""
     n_on = n_modes()
     if n_on and _mode_at(n_on - 1) is mode:
@@ -88,7 +88,7 @@ def calling_module(frame: FrameType | None) -> tuple[Any, CodeType | None, Frame
     return None, None, None
 
 
-def runs_graph(frame: FrameType | None, outermost: FrameType) -> bool:
+def runs_compiled_graph(frame: FrameType | None, outermost: FrameType) -> bool:
     """Tell whether compiled code runs between two frames on the stack.
 
     Args:
@@ -96,12 +96,12 @@ def runs_graph(frame: FrameType | None, outermost: FrameType) -> bool:
         outermost: the outer frame.
     """
     return any(
-        each.f_code.co_name == "_fn" and _is_graph(each.f_locals.get("fn"), each.f_back)
+        each.f_code.co_name == "_fn" and _is_compiled_graph(each.f_locals.get("fn"), each.f_back)
         for each in takewhile(lambda each: each is not outermost, outward(frame))
     )
 
 
-def _is_graph(function: object, caller: FrameType | None) -> bool:
+def _is_compiled_graph(function: object, caller: FrameType | None) -> bool:
     """Tell whether a function is a graph that dynamo has compiled of the caller's code.
 
     Such code calls its graphs by global names. Each holds a function that turns dynamo off around
@@ -114,7 +114,7 @@ def _is_graph(function: object, caller: FrameType | None) -> bool:
     )
 
 
-def is_of_hook(code: CodeType | None, module: nn.Module) -> bool:
+def is_hook_code(code: CodeType | None, module: nn.Module) -> bool:
     """Tell whether a module that runs this code runs a hook, and not its forward."""
     return code is not _code_of(module.forward) and any(
         code is _code_of(hook)
@@ -132,7 +132,7 @@ def _code_of(function: Any) -> CodeType | None:
     return code if code is not None else getattr(type(function).__call__, "__code__", None)
 
 
-def calling_modules_of_graph() -> Iterator[nn.Module]:
+def traced_calling_modules() -> Iterator[nn.Module]:
     """Yield the modules whose calls dynamo traces at present, innermost first."""
     symbolic = sys.modules["torch._dynamo.symbolic_convert"]
     frame: Any = symbolic.InstructionTranslator.current_tx().output.current_tx
@@ -140,13 +140,13 @@ def calling_modules_of_graph() -> Iterator[nn.Module]:
         code = frame.f_code
         # Dynamo goes past the call of a module without hooks, right into its forward.
         if code.co_name in ("forward", "_wrapped_call_impl") and code.co_argcount:
-            module = _value_of(frame, code.co_varnames[0])
+            module = _traced_local(frame, code.co_varnames[0])
             if isinstance(module, nn.Module):
                 yield module
         frame = getattr(frame, "parent", None)
 
 
-def _value_of(frame: Any, name: str) -> object:
+def _traced_local(frame: Any, name: str) -> object:
     """Return the value of a local variable in a frame that dynamo traces; None if not known."""
     variable = frame.symbolic_locals.get(name)
     if type(variable).__name__.endswith("CellVariable"):
@@ -159,7 +159,7 @@ def _value_of(frame: Any, name: str) -> object:
     return value
 
 
-def method_name(function: Callable[..., Any]) -> str:
+def method_name_for_dynamo(function: Callable[..., Any]) -> str:
     """Return the name of a tensor's method that calls `super()`; "" for other functions.
 
     Dynamo traces such a method only if it is called by its name. Dynamo before torch 2.13 traces no

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.engine.torch_private.graph.function_modes import is_overridden
+from hookline.engine.torch_private.graph.function_modes import has_torch_function_override
 
 
-def runs_fused(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def may_run_fused(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether torch runs this encoder layer as one operation, if no module in it has a hook.
 
     The conditions are those that `nn.TransformerEncoderLayer.forward` checks.
@@ -22,10 +22,10 @@ def runs_fused(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     )
     if not isinstance(src, Tensor) or (src.is_nested and is_masked):
         return False
-    return _may_be_fused(layer, src) and _can_be_fused(layer)
+    return _may_fuse_now(layer, src) and _fits_fused_op(layer)
 
 
-def runs_nested(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def may_run_nested(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether torch hands this encoder's layers nested tensors, in place of padded ones.
 
     The conditions are those that `nn.TransformerEncoder.forward` checks.
@@ -38,12 +38,12 @@ def runs_nested(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return (
         getattr(encoder, "use_nested_tensor", False)
         and arguments.get("mask") is None
-        and _may_be_fused(encoder.layers[0], src)
-        and (not getattr(encoder, "mask_check", True) or _is_at_the_end(padding))
+        and _may_fuse_now(encoder.layers[0], src)
+        and (not getattr(encoder, "mask_check", True) or _is_right_padding(padding))
     )
 
 
-def _may_be_fused(layer: nn.Module, src: Tensor) -> bool:
+def _may_fuse_now(layer: nn.Module, src: Tensor) -> bool:
     """Tell whether torch may run a layer as one operation on this input."""
     tensors = [src, *layer.parameters()]
     needs_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -53,17 +53,17 @@ def _may_be_fused(layer: nn.Module, src: Tensor) -> bool:
         and not needs_graph
         and not layer.training
         and src.dim() == 3
-        and not is_overridden(tensors)
+        and not has_torch_function_override(tensors)
     )
 
 
-def _is_at_the_end(padding: Tensor) -> bool:
+def _is_right_padding(padding: Tensor) -> bool:
     """Tell whether a mask marks padding at the end of each row alone."""
     is_padded = (padding != 0).int()
     return bool((is_padded.cummax(-1).values == is_padded).all())
 
 
-def _can_be_fused(layer: nn.TransformerEncoderLayer) -> bool:
+def _fits_fused_op(layer: nn.TransformerEncoderLayer) -> bool:
     """Tell whether an encoder layer has the form that torch's fused operation takes."""
     attention: Any = layer.self_attn
     return bool(

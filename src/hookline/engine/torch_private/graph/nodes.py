@@ -22,17 +22,17 @@ _ACCUMULATES = 2**63  # nodes that accumulate gradients have a number above
 _KEPT = "_raw_saved_"
 
 
-def number_of(node: Any) -> int:
+def node_number(node: Any) -> int:
     """Return the number of a node."""
     return int(node._sequence_nr())
 
 
-def nodes_below(roots: Iterable[Any], lowest: int) -> tuple[list[tuple[int, Any]], Any]:
+def nodes_below(roots: Iterable[Any], lowest_number: int) -> tuple[list[tuple[int, Any]], Any]:
     """Walk over the graph below some nodes.
 
     Returns:
         The nodes and their numbers, the highest number first. And the node with the highest number
-        below `lowest`, where the graph goes on; None if the graph ends.
+        below `lowest_number`, where the graph goes on; None if the graph ends.
     """
     visited: set[Any] = set()
     numbered: list[tuple[int, Any]] = []
@@ -44,7 +44,7 @@ def nodes_below(roots: Iterable[Any], lowest: int) -> tuple[list[tuple[int, Any]
             continue
         visited.add(node)  # holds the node, so that no other one gets its id
         number = node._sequence_nr()
-        if number >= lowest:
+        if number >= lowest_number:
             if number < _ACCUMULATES:
                 numbered.append((number, node))
                 waiting += [below for below, _ in node.next_functions if below is not None]
@@ -54,31 +54,31 @@ def nodes_below(roots: Iterable[Any], lowest: int) -> tuple[list[tuple[int, Any]
     return numbered, before[1]
 
 
-def kept_by(node: Any) -> Iterator[Tensor]:
+def raw_saved_by(node: Any) -> Iterator[Tensor]:
     """Yield the tensors that a node keeps for backward, without unpacking what was packed."""
-    for name in _names_of_kept(node.__class__):
+    for name in _raw_saved_names(node.__class__):
         saved = getattr(node, name)
         for part in saved if isinstance(saved, tuple | list) else (saved,):
-            tensor = None if part is None else _data(part)
+            tensor = None if part is None else _raw_tensor(part)
             if isinstance(tensor, Tensor):
                 yield tensor
 
 
-def workspace_of(node: Any) -> int | None:
+def rnn_workspace_bytes(node: Any) -> int | None:
     """Return the bytes of the workspace that a fused recurrent layer keeps; None for other nodes.
 
     Tensors without numbers do not show this size.
     """
     if node.name() not in _WITH_WORKSPACE:
         return None
-    workspace = _data(node._raw_saved_result3)
+    workspace = _raw_tensor(node._raw_saved_result3)
     return None if workspace is None else workspace.nbytes
 
 
 _WITH_WORKSPACE = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0")
 
 
-def _data(saved: Any) -> Any:
+def _raw_tensor(saved: Any) -> Any:
     try:
         return saved.data
     except RuntimeError:  # it was freed, or nothing was saved
@@ -86,7 +86,7 @@ def _data(saved: Any) -> Any:
 
 
 @functools.cache
-def _names_of_kept(kind: Any) -> tuple[str, ...]:
+def _raw_saved_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith(_KEPT))
 
 
@@ -103,7 +103,7 @@ def at_end_of_inner_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def memory_of(tensor: Tensor) -> tuple[int, int]:
+def memory_key_and_size(tensor: Tensor) -> tuple[int, int]:
     """Return a key for the memory of a tensor, and its size in bytes; views share the memory."""
     try:
         storage = tensor.untyped_storage()
@@ -113,7 +113,7 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
         return id(tensor), sum(part.nbytes for part in parts)
 
 
-def traced_node() -> tuple[int, str, list[str]] | None:
+def running_node_traceback() -> tuple[int, str, list[str]] | None:
     """Return the number and name of the node that autograd runs, and its forward's traceback.
 
     Anomaly mode keeps the traceback. None outside of a backward.
@@ -121,7 +121,7 @@ def traced_node() -> tuple[int, str, list[str]] | None:
     node = running_node()
     if node is None:
         return None
-    return number_of(node), node.name(), node.metadata.get("traceback_", [])
+    return node_number(node), node.name(), node.metadata.get("traceback_", [])
 
 
 def nodes_of_loss(roots: Iterable[Any], is_of_run: Callable[[int], bool], most: int) -> list[Any]:
@@ -153,7 +153,7 @@ def saved_by(node: Any) -> Iterator[tuple[str, Tensor]]:
 
     A tensor that was overwritten since is left out.
     """
-    for name in _names_of_kept(node.__class__):
+    for name in _raw_saved_names(node.__class__):
         saved = "_saved_" + name.removeprefix(_KEPT)
         try:
             tensors = getattr(node, saved)

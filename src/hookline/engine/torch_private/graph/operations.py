@@ -16,11 +16,11 @@ from torch._ops import OpOverload
 
 from hookline.engine.torch_private.graph.formulas import (
     PLACE_OF_WORKSPACE,
-    formulas,
-    has_unknown_flops,
+    extra_formulas,
     may_do_matrix_work,
-    of_sparse,
-    with_workspace,
+    may_lack_formula,
+    sparse_formula,
+    unsized_workspace,
 )
 
 ON_NESTED = "on nested tensors"  # ends the name of an operation that is not counted for this
@@ -46,9 +46,9 @@ class OperationCounter:
         from torch.utils import flop_counter  # late, because it would slow `import hookline`
 
         # The names that torch's mode reads.
-        self.flop_registry: dict[Any, Any] = {**flop_counter.flop_registry, **formulas()}
+        self.flop_registry: dict[Any, Any] = {**flop_counter.flop_registry, **extra_formulas()}
         self.flop_counts: Any = defaultdict(lambda: defaultdict(int))
-        self._mode = _mode(flop_counter._FlopCounterMode)
+        self._mode = _counting_mode(flop_counter._FlopCounterMode)
         self._done = done
         self._missing = missing
         self._workspace = workspace
@@ -60,30 +60,30 @@ class OperationCounter:
         mode: AbstractContextManager[Any] = self._mode(self)
         return mode
 
-    def on_nested(self, operation: Any) -> None:
+    def note_nested(self, operation: Any) -> None:
         """Note that an operation on nested tensors is not counted, if it does matrix work."""
         name = operation._qualified_op_name
         if self._missing is not None and may_do_matrix_work(name.partition("::")[2]):
             self._missing(f"{name} {ON_NESTED}")
 
     def _count_flops(self, operation: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        formula = of_sparse(operation, args) or self.flop_registry.get(operation)
+        formula = sparse_formula(operation, args) or self.flop_registry.get(operation)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-        if formula is None and self._missing is not None and has_unknown_flops(operation):
+        if formula is None and self._missing is not None and may_lack_formula(operation):
             self._missing(operation._qualified_op_name)
         if self._workspace is not None:
-            out = self._sized(operation, args, out)
+            out = self._with_sized_workspace(operation, args, out)
         # A view of a parameter or an input, or one that was written to, is not made here.
         argument_storages = {storage._cdata for storage in _storages([*args, *kwargs.values()])}
         for storage in _storages([out]):
             if storage._cdata not in argument_storages:
-                self._hold(storage)
+                self._track_storage(storage)
         self._done(flops, self._n_bytes)
         return out
 
-    def _sized(self, operation: Any, args: Any, out: Any) -> Any:
+    def _with_sized_workspace(self, operation: Any, args: Any, out: Any) -> Any:
         """Return a result whose workspace has the size that it has on tensors with numbers."""
-        workspace = with_workspace(operation, args, out)
+        workspace = unsized_workspace(operation, args, out)
         if workspace is None or self._workspace is None:
             return out
         resized = torch.empty(self._workspace(), dtype=torch.uint8, device=workspace.device)
@@ -91,7 +91,7 @@ class OperationCounter:
         parts[PLACE_OF_WORKSPACE] = resized
         return tuple(parts)
 
-    def _hold(self, storage: torch.UntypedStorage) -> None:
+    def _track_storage(self, storage: torch.UntypedStorage) -> None:
         key, n_bytes = storage._cdata, int(storage.nbytes())
         known_ref = self._alive.get(key)
         if known_ref is None or known_ref() is not storage:
@@ -106,7 +106,7 @@ class OperationCounter:
 
 
 @cache
-def _mode(counting: Any) -> Any:
+def _counting_mode(counting: Any) -> Any:
     """Return torch's mode that counts, which neither decomposes nor counts nested tensors."""
 
     class Counting(counting):  # type: ignore[misc]
@@ -114,7 +114,7 @@ def _mode(counting: Any) -> Any:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if isinstance(func, OpOverload) and any(map(_is_nested, args)):
-                self.counter.on_nested(func.overloadpacket)
+                self.counter.note_nested(func.overloadpacket)
                 return func(*args, **kwargs or {})
             return super().__torch_dispatch__(func, types, args, kwargs)
 

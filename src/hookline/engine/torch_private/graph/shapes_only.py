@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookline.engine.torch_private.distributed import is_dtensor, own_class, sharding
+from hookline.engine.torch_private.distributed import class_before_fsdp2, is_dtensor, sharding_kind
 from hookline.engine.torch_private.modules import children
 from hookline.errors import ModelError
 
@@ -37,7 +37,7 @@ class Runnable(NamedTuple):
 
 
 @final
-class ShapesOnly:
+class FakeModel:
     """A copy of a model without numbers and without hooks, to run on shapes.
 
     The copy shares no Python object with the model that a copy can have for itself. A parameter
@@ -49,26 +49,26 @@ class ShapesOnly:
     """
 
     def __init__(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
-        split = sharding(model)
+        split = sharding_kind(model)
         if split not in ("", "FSDP2"):
             raise ModelError(_SPLIT[split])
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise ModelError("it holds a scripted module")
-        self._stand_ins = _StandIns()
+        self._stand_ins = _MetaCopies()
         self._memo: dict[int, Any] = {}
         every = list(model.modules())
         for module in every:
-            self._without_hooks(module)
+            self._drop_copied_hooks(module)
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if id(tensor) not in self._memo:
-                    self._memo[id(tensor)] = self._stand_ins.of(tensor)
-        shells = [(module, self._shell(module)) for module in every if is_sharded(module)]
+                    self._memo[id(tensor)] = self._stand_ins.to_meta(tensor)
+        shells = [(module, self._empty_copy(module)) for module in every if is_fsdp2(module)]
         with self._stand_ins:
             for module, shell in shells:
                 state = module.__getstate__()  # type: ignore[no-untyped-call]
                 shell.__dict__.update(copy.deepcopy(state, self._memo))
             for module in reversed(every):
-                inner = _compiled_in(module)
+                inner = _module_in_compiled(module)
                 if inner is not None:  # the copy runs eagerly
                     self._memo[id(module)] = copy.deepcopy(inner, self._memo)
             copy.deepcopy(model, self._memo)
@@ -78,8 +78,8 @@ class ShapesOnly:
     def copied(self, value: Any) -> Any:
         """Return a copy of inputs without numbers, except those that are a part of their shapes."""
         memo = dict(self._memo)
-        for packed in _packed_in(value):
-            memo[id(packed.batch_sizes)] = self._stand_ins.keep(packed.batch_sizes)
+        for packed in _packed_sequences(value):
+            memo[id(packed.batch_sizes)] = self._stand_ins.keep_numbers(packed.batch_sizes)
         with self._stand_ins:
             return copy.deepcopy(value, memo)
 
@@ -97,7 +97,7 @@ class ShapesOnly:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-            memo = self._stand_ins.as_fakes()
+            memo = self._stand_ins.fakes_by_id()
             with _Fakes(self._stand_ins):
                 parts = copy.deepcopy((self._every, self._modules, inputs), memo)
             every, modules, (args, kwargs) = parts
@@ -107,10 +107,10 @@ class ShapesOnly:
                     parameter.requires_grad_(need)
             # In threads of their own, as on a GPU, nodes would have numbers of their own.
             in_thread = torch.autograd.set_multithreading_enabled(False)
-            with _quiet(), in_thread, self._stand_ins.computing(), _Shapes():
+            with _silence_fake_errors(), in_thread, self._stand_ins.with_numbers(), _Shapes():
                 yield Runnable(modules, args, kwargs)
 
-    def _without_hooks(self, module: nn.Module) -> None:
+    def _drop_copied_hooks(self, module: nn.Module) -> None:
         for name, hooks in vars(module).items():
             if name.startswith(_COMPOSABLE):  # the state of FSDP2, with its hooks and groups
                 self._memo[id(hooks)] = OrderedDict()
@@ -122,16 +122,16 @@ class ShapesOnly:
             }
             self._memo[id(hooks)] = OrderedDict(lasting_hooks)
 
-    def _shell(self, module: nn.Module) -> nn.Module:
+    def _empty_copy(self, module: nn.Module) -> nn.Module:
         """Return an empty copy of a module that FSDP2 forbids to copy, of its original class."""
-        kind: Any = own_class(module)
+        kind: Any = class_before_fsdp2(module)
         shell: nn.Module = kind.__new__(kind)
         nn.Module.__init__(shell)
         self._memo[id(module)] = shell
         return shell
 
 
-def flags_of(model: nn.Module) -> Flags:
+def module_flags(model: nn.Module) -> Flags:
     """Return the modes of a model's modules, and which of their parameters require gradients."""
     return [
         (
@@ -142,7 +142,7 @@ def flags_of(model: nn.Module) -> Flags:
     ]
 
 
-def why_no_shapes(error: BaseException) -> str:
+def why_not_fakeable(error: BaseException) -> str:
     """Return why a model does not run on shapes, as part of a sentence."""
     name = type(error).__name__
     if name in _ON_NUMBERS:
@@ -152,7 +152,7 @@ def why_no_shapes(error: BaseException) -> str:
 
 
 @final
-class _StandIns(TorchFunctionMode):
+class _MetaCopies(TorchFunctionMode):
     """Copy tensors to the meta device, and know their own devices."""
 
     def __init__(self) -> None:
@@ -165,13 +165,13 @@ class _StandIns(TorchFunctionMode):
         if func is Tensor.__deepcopy__:
             tensor, memo = args
             if id(tensor) not in memo:
-                memo[id(tensor)] = self.of(tensor)
+                memo[id(tensor)] = self.to_meta(tensor)
             return memo[id(tensor)]
         if func is _CLONE:  # of a parameter that no module holds
-            return self.of(args[0])
+            return self.to_meta(args[0])
         return func(*args, **(kwargs or {}))
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def to_meta(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the meta device in place of this one.
 
         Raises:
@@ -180,31 +180,31 @@ class _StandIns(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if tensor.layout is not torch.strided or tensor.is_nested:
                 raise ModelError(f"it holds a tensor of layout {tensor.layout}")
-            stand_in = _like(_on_device(tensor, torch.device("meta")), tensor)
+            stand_in = _like(_empty_on(tensor, torch.device("meta")), tensor)
         self._made.append((stand_in, tensor.device))
         self._devices[stand_in.untyped_storage()._cdata] = tensor.device
         return stand_in
 
-    def keep(self, tensor: Tensor) -> Tensor:
+    def keep_numbers(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor that keeps its numbers, in the copy that runs, too."""
         self._with_numbers.append(tensor.clone())
         return self._with_numbers[-1]
 
-    def computing(self) -> AbstractContextManager[Any]:
+    def with_numbers(self) -> AbstractContextManager[Any]:
         """Return a context in which operations on tensors that keep their numbers have numbers."""
         return _Numbers(self._with_numbers) if self._with_numbers else nullcontext()
 
-    def knows(self, tensor: Tensor) -> bool:
+    def is_meta_copy(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is a stand-in, or shares the memory of one."""
         return tensor.untyped_storage()._cdata in self._devices
 
     def fake_of(self, stand_in: Tensor) -> Tensor:
         """Return a fake tensor on the device of the original, by the memory of the stand-in."""
-        return _on_device(stand_in, self._devices[stand_in.untyped_storage()._cdata])
+        return _empty_on(stand_in, self._devices[stand_in.untyped_storage()._cdata])
 
-    def as_fakes(self) -> dict[int, Any]:
+    def fakes_by_id(self) -> dict[int, Any]:
         """Return fake tensors on the devices of the originals, by the id of the stand-in."""
-        fakes = {id(made): _like(_on_device(made, device), made) for made, device in self._made}
+        fakes = {id(made): _like(_empty_on(made, device), made) for made, device in self._made}
         return fakes | {id(tensor): tensor for tensor in self._with_numbers}
 
 
@@ -231,7 +231,7 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_fake_errors() -> Iterator[None]:
     """Keep torch from logging the errors of fake tensors in this thread: they are told once."""
     logger, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
 
@@ -260,9 +260,9 @@ class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            return _product_of_groups(*args, **(kwargs or {}))
+            return _empty_grouped_mm(*args, **(kwargs or {}))
         if func in _RNN_BACKWARDS:
-            return _gradients_of_rnn(*args)
+            return _empty_rnn_gradients(*args)
         result = func(*args, **(kwargs or {}))
         if func in _RNNS and result[-1] is None:  # the weights as one buffer, which backward asks
             return (*result[:-1], result[0].new_empty(0))
@@ -274,7 +274,7 @@ _RNNS = (_aten._cudnn_rnn.default, _aten.miopen_rnn.default)
 _RNN_BACKWARDS = (_aten._cudnn_rnn_backward.default, _aten.miopen_rnn_backward.default)
 
 
-def _gradients_of_rnn(
+def _empty_rnn_gradients(
     inputs: Tensor, weights: list[Tensor], _: int, buffer: Tensor, *rest: Any
 ) -> tuple[Any, ...]:
     state, cell, has_weights = rest[0], rest[1], rest[-1][-1]
@@ -283,7 +283,7 @@ def _gradients_of_rnn(
     return torch.empty_like(inputs), *given, of_weights
 
 
-def _product_of_groups(
+def _empty_grouped_mm(
     left: Tensor,
     right: Tensor,
     offs: Tensor | None = None,
@@ -304,12 +304,12 @@ class _Fakes(TorchFunctionMode):
     A copy of such a parameter is made of its data.
     """
 
-    def __init__(self, stand_ins: _StandIns) -> None:
+    def __init__(self, stand_ins: _MetaCopies) -> None:
         super().__init__()
         self._stand_ins = stand_ins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _DATA and self._stand_ins.knows(args[0]):
+        if func == _DATA and self._stand_ins.is_meta_copy(args[0]):
             return self._stand_ins.fake_of(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -318,16 +318,16 @@ _CLONE = torch._C.TensorBase.clone
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-def _packed_in(value: Any) -> Iterator[PackedSequence]:
+def _packed_sequences(value: Any) -> Iterator[PackedSequence]:
     """Yield the packed sequences among inputs."""
     if isinstance(value, PackedSequence):
         yield value
     elif isinstance(value, tuple | list | dict):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _packed_in(part)
+            yield from _packed_sequences(part)
 
 
-def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+def _empty_on(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the same form without numbers; of a DTensor, of the whole."""
     if is_dtensor(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -341,12 +341,12 @@ def _like(stand_in: Tensor, tensor: Tensor) -> Tensor:
     return stand_in.requires_grad_(tensor.requires_grad)
 
 
-def is_sharded(module: nn.Module) -> bool:
+def is_fsdp2(module: nn.Module) -> bool:
     """Tell whether FSDP2 shards a module."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
-def _compiled_in(module: nn.Module) -> nn.Module | None:
+def _module_in_compiled(module: nn.Module) -> nn.Module | None:
     """Return the module inside `torch.compile(module)`; None for any other module."""
     is_optimized = any(base.__name__ == "OptimizedModule" for base in type(module).__mro__)
     return children(module).get("_orig_mod") if is_optimized else None

@@ -17,12 +17,12 @@ class _Noted(threading.local):
 _noted = _Noted()
 
 
-def note_stand_ins(tensors: list[Tensor]) -> None:
+def note_fake_tensors(tensors: list[Tensor]) -> None:
     """Note what stands in for these tensors; only for code being compiled."""
     torch._dynamo.comptime.comptime(_note)
 
 
-def take_stand_ins() -> list[Tensor]:
+def take_fake_tensors() -> list[Tensor]:
     """Return the tensors that were noted; only while code is compiled."""
     tensors, _noted.tensors = _noted.tensors, []
     return tensors
