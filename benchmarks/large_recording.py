@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hookline.files.sealed_json import MANIFEST, checksum, sealed
-from hookline.recordings.draft import RECORDING
+from hookline.recordings.atomic_replace import RECORDING
 
 
 def write(folder: Path, n_sites: int, site_bytes: int, per_file: int = 80) -> Path:

@@ -85,7 +85,7 @@ TESTS_OF = {
     "engine/memory/unversioned": ("test_distributed_values.py",),
     "recordings/target_folder": ("test_processes.py", "test_distributed_folder.py"),
     "recordings/rank_folder": ("test_distributed_folder.py",),
-    "recordings/ranks": ("test_distributed.py", *_RANKS),
+    "recordings/gather_and_reduce": ("test_distributed.py", *_RANKS),
     "verbs/clip/clip": _DISTRIBUTED,
     "verbs/clip/limit": _DISTRIBUTED,
     "verbs/clip/parameter_gradients": _DISTRIBUTED,
@@ -93,7 +93,7 @@ TESTS_OF = {
     "verbs/extract/collective_steps": (_EXTRACT,),
     "verbs/extract/on_sharded_ranks": (_EXTRACT,),
     "verbs/record/keep": ("test_distributed_values.py",),
-    "verbs/record/gradients": _DISTRIBUTED,
+    "verbs/record/keep_gradients": _DISTRIBUTED,
 }
 
 OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {

@@ -136,7 +136,7 @@ def test_every_room_is_there_and_every_folder_is_a_room():
         ("hookline.engine.taps.base", "from hookline.engine.line.line import Line", "above it"),
         ("hookline.engine.line.line", "from hookline.verbs import record", "above it"),
         ("hookline.engine.pytree.tree", "from hookline.engine import Pass", "above it"),
-        ("hookline.recordings.log", "import hookline.views", "above it"),
+        ("hookline.recordings.pass_log", "import hookline.views", "above it"),
         ("hookline.models.load_model", "from hookline.engine import Site", "not to see"),
         ("hookline.verbs.cam.cam", "def f():\n    import hookline.engine", "inside f()"),
     ],

@@ -72,9 +72,9 @@ if TYPE_CHECKING:
     from hookline.verbs.summary import Summary as Summary
     from hookline.verbs.summary import summary as summary
     from hookline.verbs.sweep.attribute import attribute as attribute
-    from hookline.verbs.sweep.effects import Attribution as Attribution
-    from hookline.verbs.sweep.effects import Sweep as Sweep
     from hookline.verbs.sweep.sweep import sweep as sweep
+    from hookline.verbs.sweep.sweep_results import Attribution as Attribution
+    from hookline.verbs.sweep.sweep_results import Sweep as Sweep
     from hookline.verbs.watch.watch import watch as watch
     from hookline.views import plots as plots
     from hookline.views import write_page as write_page
@@ -116,7 +116,7 @@ _MODULES = {
     "verbs.record.record": "record",
     "verbs.summary": "Summary summary",
     "verbs.sweep.attribute": "attribute",
-    "verbs.sweep.effects": "Attribution Sweep",
+    "verbs.sweep.sweep_results": "Attribution Sweep",
     "verbs.sweep.sweep": "sweep",
     "verbs.watch.watch": "watch",
     "views": "plots write_page",

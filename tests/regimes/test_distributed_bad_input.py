@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
 from hookline.engine.distributed import rendezvous
-from hookline.recordings.ranks import Collective, reduced
+from hookline.recordings.gather_and_reduce import Collective, reduced
 from processes import Processes, on_ranks
 
 

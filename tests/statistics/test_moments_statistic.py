@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.statistics import compiled as compiled_reductions
+from hookline.statistics import compiled_reduction as compiled_reductions
 from hookline.statistics import moments_statistic
 from thoroughness import examples
 

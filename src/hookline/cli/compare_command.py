@@ -8,7 +8,7 @@ from typing import Any
 
 from hookline.data.npy_files import open_arrays
 from hookline.errors import InputError
-from hookline.recordings.ranks import OPS
+from hookline.recordings.gather_and_reduce import OPS
 from hookline.verbs.compare.compare import compare
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.compare.join_ranks import Dim, Dims

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from hookline.display.text import plural
-from hookline.findings.reading import Reading
+from hookline.findings.tensor_reading import Reading
 
 TIMES, DIVIDED = "\u00d7", "\u00f7"
 _NUMBER = re.compile(r"\d+")

@@ -1,15 +1,15 @@
 """Recordings in memory and on disk. A folder holds data only, never code."""
 
-from hookline.recordings.draft import check_target as check_target
-from hookline.recordings.draft import place_of_recording as place_of_recording
+from hookline.recordings.atomic_replace import check_target as check_target
+from hookline.recordings.atomic_replace import place_of_recording as place_of_recording
 from hookline.recordings.encoding import Fields as Fields
 from hookline.recordings.encoding import NotSaved as NotSaved
-from hookline.recordings.gradients import GradientFlow as GradientFlow
-from hookline.recordings.gradients import GradientRow as GradientRow
+from hookline.recordings.gradient_flow import GradientFlow as GradientFlow
+from hookline.recordings.gradient_flow import GradientRow as GradientRow
 from hookline.recordings.log_entries import PartialGradients as PartialGradients
 from hookline.recordings.opening import open_recording as open_recording
 from hookline.recordings.pass_record import PassRecord as PassRecord
 from hookline.recordings.recording import Recording as Recording
-from hookline.recordings.stamps import Beside as Beside
-from hookline.recordings.stamps import Unknowable as Unknowable
-from hookline.recordings.stamps import stamp as stamp
+from hookline.recordings.version_stamps import Beside as Beside
+from hookline.recordings.version_stamps import Unknowable as Unknowable
+from hookline.recordings.version_stamps import stamp as stamp

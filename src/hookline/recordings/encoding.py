@@ -19,7 +19,7 @@ from hookline.display.text import torch_name
 from hookline.engine import is_dtensor, layout_json, local_part
 from hookline.engine.pytree import describe, tree
 from hookline.files.safetensors_file import DTYPE_NAMES
-from hookline.recordings.placements import Layout, Part
+from hookline.recordings.join_dtensor_parts import Layout, Part
 
 # The dtypes of the safetensors format; complex128 is stored as pairs of float64.
 _STORABLE = frozenset({*DTYPE_NAMES, torch.complex128})

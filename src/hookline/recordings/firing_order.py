@@ -15,7 +15,7 @@ from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import Leaf
 from hookline.recordings.pass_record import PassRecord
-from hookline.statistics.to_numbers import DENSE_NUMEL
+from hookline.statistics.flat_numbers import DENSE_NUMEL
 
 
 @final

@@ -47,7 +47,7 @@ from hookline.files.place import LocalPlace, Place
 from hookline.files.reading import DAMAGE, reading
 from hookline.files.safetensors_file import encode_tensors
 from hookline.files.sealed_json import MANIFEST, checksum_of, sealed, unsealed
-from hookline.recordings.draft import RANK, RECORDING, Draft, check_target, target_of
+from hookline.recordings.atomic_replace import RANK, RECORDING, Draft, check_target, target_of
 from hookline.recordings.encoding import Lost, encode
 from hookline.recordings.log_entries import Contents, Entry, PartialGradients, PassContents
 from hookline.recordings.stored_values import REMEDY, Files, Stored

@@ -22,8 +22,8 @@ class Entry(NamedTuple):
     Args:
         site: the index of the site.
         value: the value, a `Stored` value in a folder, or `PartialGradients`.
-        stamp: the version stamp that shows whether the value changed later (`stamps.py`). A lone
-            tensor that is not copied has its bare version. None for a value that cannot change.
+        stamp: the version stamp that shows whether the value changed later (`version_stamps.py`). A
+            lone tensor that is not copied has its bare version. None for one that cannot change.
         call: for a gradient, the call of the value that it belongs to. Other entries of a site
             are numbered in order.
         backward: for a gradient, the autograd run that produced it; None if there was none.

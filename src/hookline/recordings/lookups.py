@@ -12,11 +12,18 @@ from torch import Tensor
 from hookline.engine import TIMEOUT_S, is_dtensor, layout_json
 from hookline.engine.pytree import describe, tree
 from hookline.errors import StructureError
-from hookline.recordings.index import Key, Lookup
-from hookline.recordings.log import Log, Read
+from hookline.recordings.gather_and_reduce import (
+    Collective,
+    combined,
+    copies,
+    full,
+    joined,
+    reduced,
+)
+from hookline.recordings.join_dtensor_parts import Layout, Part
+from hookline.recordings.key_index import Key, Lookup
 from hookline.recordings.log_entries import Entry
-from hookline.recordings.placements import Layout, Part
-from hookline.recordings.ranks import Collective, combined, copies, full, joined, reduced
+from hookline.recordings.pass_log import Log, Read
 from hookline.recordings.stored_values import Stored
 
 _N_LEAVES_SHOWN = 3

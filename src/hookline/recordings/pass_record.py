@@ -9,11 +9,11 @@ from hookline.display.results import Printout, Result
 from hookline.display.text import plural
 from hookline.engine import Pass, Selection, Site, hides
 from hookline.engine.run_settings import Settings, settings_of
-from hookline.recordings.index import Key, Lookup, run_text
-from hookline.recordings.log import Log, Read
+from hookline.recordings.key_index import Key, Lookup, run_text
 from hookline.recordings.log_entries import Entry
 from hookline.recordings.lookups import Lookups
-from hookline.recordings.overview import of_pass, pass_printout, site_rows
+from hookline.recordings.pass_log import Log, Read
+from hookline.recordings.site_tables import of_pass, pass_printout, site_rows
 
 
 @final

@@ -36,17 +36,17 @@ from hookline.engine.provenance import Provenance
 from hookline.engine.run_settings import settings_of
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
 from hookline.findings.finding import Findings
-from hookline.recordings.findings import judge_passes
 from hookline.recordings.folder import is_one_of_many, write, write_ranks
-from hookline.recordings.gradients import GradientFlow, gradient_flow
-from hookline.recordings.index import Key, Lookup
-from hookline.recordings.joining import concatenated, stacked, way_to_join
-from hookline.recordings.log import Log, Read, note_copied, note_transformed
+from hookline.recordings.gradient_flow import GradientFlow, gradient_flow
+from hookline.recordings.join_passes import concatenated, stacked, way_to_join
+from hookline.recordings.judge_passes import judge_passes
+from hookline.recordings.key_index import Key, Lookup
 from hookline.recordings.log_entries import Contents, Entry, PassContents
 from hookline.recordings.lookups import Lookups
-from hookline.recordings.notebook import judged_html
-from hookline.recordings.overview import MOST_PASSES, recording_printout, site_rows
+from hookline.recordings.notebook_html import judged_html
+from hookline.recordings.pass_log import Log, Read, note_copied, note_transformed
 from hookline.recordings.pass_record import PassList, PassRecord, pass_of
+from hookline.recordings.site_tables import MOST_PASSES, recording_printout, site_rows
 from hookline.recordings.stored_values import Stored
 
 

@@ -19,7 +19,7 @@ from hookline.files.place import Place
 from hookline.files.reading import DAMAGE, UnreadableError, reading
 from hookline.files.safetensors_file import TensorFile
 from hookline.recordings.encoding import StoreTensor, decode, holds_shard, with_tensors
-from hookline.recordings.placements import Part
+from hookline.recordings.join_dtensor_parts import Part
 
 # The fix that errors about damage give.
 REMEDY = "Copy the folder again from a whole one, or record it again."

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hookline.statistics.to_numbers import in_memory_order, real
+from hookline.statistics.flat_numbers import in_memory_order, real
 
 MOST_NUMEL = 2**20  # of a tensor: a larger one is worth operations of its own
 _ROW_NUMEL = 2**12

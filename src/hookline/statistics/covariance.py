@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookline.engine.pytree import describe
 from hookline.errors import StructureError
-from hookline.statistics.to_numbers import (
+from hookline.statistics.flat_numbers import (
     CHUNK_NUMEL,
     check_slots,
     check_tensor,

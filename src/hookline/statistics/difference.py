@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.engine.pytree import describe
+from hookline.statistics.flat_numbers import ORDINARY, strided
 from hookline.statistics.native import READ_BY_C, Gaps, Meter, Rows, native_difference
-from hookline.statistics.to_numbers import ORDINARY, strided
 
 # Elements of a block, whose float64 copies fit a cache.
 _BLOCK_NUMEL = 2**18

@@ -10,8 +10,8 @@ from typing import Any, final
 from torch import Tensor
 
 from hookline.display.units import measure
-from hookline.statistics.bins import BinnedStatistic
-from hookline.statistics.to_numbers import check_slots
+from hookline.statistics.flat_numbers import check_slots
+from hookline.statistics.magnitude_bins import BinnedStatistic
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BARS = 64

@@ -13,10 +13,8 @@ from torch import Tensor
 from hookline.engine import is_plain_eager, is_wrapped
 from hookline.errors import InputError
 from hookline.statistics.batched_moments import MOST_NUMEL, batched_moments
-from hookline.statistics.compiled import LONGEST, CompiledReduction, Reduction
-from hookline.statistics.moments import Moments
-from hookline.statistics.native import Meter, NativeMoments, native_moments
-from hookline.statistics.to_numbers import (
+from hookline.statistics.compiled_reduction import LONGEST, CompiledReduction, Reduction
+from hookline.statistics.flat_numbers import (
     CHUNK_NUMEL,
     ORDINARY,
     check_slots,
@@ -27,6 +25,8 @@ from hookline.statistics.to_numbers import (
     slot_device,
     to_measure,
 )
+from hookline.statistics.moments import Moments
+from hookline.statistics.native import Meter, NativeMoments, native_moments
 
 # The slots: count, non-finite, zeros, the sums of x, x² and x⁴, then the greatest -x and x.
 # The first six add up; of the last two the greater one counts.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hookline.display.units import measure
 from hookline.errors import InputError
-from hookline.statistics.bins import BinnedStatistic
-from hookline.statistics.to_numbers import check_slots
+from hookline.statistics.flat_numbers import check_slots
+from hookline.statistics.magnitude_bins import BinnedStatistic
 
 _N_TAIL = 3  # the slots after the counts of finite elements
 

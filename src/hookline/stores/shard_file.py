@@ -37,7 +37,7 @@ from hookline.files.safetensors_file import (
     head_size,
 )
 from hookline.statistics import Moments
-from hookline.statistics.to_numbers import real
+from hookline.statistics.flat_numbers import real
 
 # Columns of the store itself. "@" begins no path of a module.
 ITEM, LENGTH, TOKEN = "@item", "@length", "@token"

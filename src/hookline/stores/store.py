@@ -28,9 +28,9 @@ from hookline.files.place import Place, as_place
 from hookline.files.reading import DAMAGE, reading
 from hookline.files.sealed_json import MANIFEST
 from hookline.findings import Findings
-from hookline.recordings.index import where_else
+from hookline.recordings.key_index import where_else
 from hookline.statistics import Moments, merged
-from hookline.statistics.by_site import BySite
+from hookline.statistics.site_dict import BySite
 from hookline.stores.column import Column
 from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
 from hookline.stores.exports import ExportedColumns, Format, export

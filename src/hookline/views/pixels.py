@@ -15,7 +15,7 @@ from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
 from hookline.display.units import measure
 from hookline.errors import HooklineError
-from hookline.statistics.of_values import Array, around
+from hookline.statistics.value_statistics import Array, around
 from hookline.util.optional import how_to_install
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from hookline.display.text import pick_evenly, plural
 from hookline.display.units import measure, share
 from hookline.errors import InputError
 from hookline.recordings import PassRecord, Recording
-from hookline.recordings.walk import Value, chosen_values, not_drawn
-from hookline.statistics.of_values import Array, histogram
+from hookline.recordings.figure_values import Value, chosen_values, not_drawn
+from hookline.statistics.value_statistics import Array, histogram
 from hookline.views.pixels import finite_range, scale_to_unit, shrink
 from hookline.views.plots.arrange_value import arrange, drawable_tensor
 

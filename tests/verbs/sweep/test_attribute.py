@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.verbs.sweep.verdict import verdicts
+from hookline.verbs.sweep.judge_estimates import verdicts
 from thoroughness import tries
 
 

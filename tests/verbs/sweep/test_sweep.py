@@ -17,7 +17,7 @@ import hookline as hl
 from hookline.models import load_model
 from hookline.models.torchvision_import import import_torchvision
 from hookline.verbs.sweep import forwards
-from hookline.verbs.sweep.rows import N_STIRRED, NoRowsError, Uncut
+from hookline.verbs.sweep.rows_per_change import N_STIRRED, NoRowsError, Uncut
 from hookline.verbs.sweep.tape import standing_in
 
 import_torchvision()  # which transformers may import

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.statistics import to_numbers
+from hookline.statistics import flat_numbers
 
 
 def rows(figure):
@@ -44,7 +44,7 @@ def test_the_bars_of_any_dtype_are_numpys_histogram(recorded, dtype):
 
 def test_large_tensors_are_counted_in_pieces(recorded, monkeypatch):
     value = torch.randn(30, 50)
-    monkeypatch.setattr(to_numbers, "CHUNK_NUMEL", 70)
+    monkeypatch.setattr(flat_numbers, "CHUNK_NUMEL", 70)
     axes = hl.plots.histograms(recorded(value), "site").axes[0]
     counts, _ = np.histogram(value.double().numpy(), 64)
     np.testing.assert_array_equal(axes.patches[0].get_data().values, counts)

@@ -21,7 +21,7 @@ from hookline.errors import (
     warn,
 )
 from hookline.recordings import Recording
-from hookline.recordings.image_values import channels_of
+from hookline.recordings.feature_maps import channels_of
 from hookline.verbs.cam.class_maps import ClassMaps
 from hookline.verbs.cam.methods import Method, method_named, min_max_scaled
 from hookline.verbs.cam.spatial_layers import (
@@ -35,9 +35,9 @@ from hookline.verbs.cam.spatial_layers import (
 )
 from hookline.verbs.cam.targets import ClassTarget, Goal, resolve_target
 from hookline.verbs.shared.inference_tensors import savable_weights
+from hookline.verbs.shared.meta_tensors import refuse_shapes_alone
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import call, without_list
-from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 
 # Scores of two runs that repeat themselves may differ by this part of the greatest one: kernels of
 # GPUs add up in any order, in half precision too.

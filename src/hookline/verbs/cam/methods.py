@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import InputError
-from hookline.recordings.image_values import gradcam, weighted
+from hookline.recordings.feature_maps import gradcam, weighted
 
 
 class Method(NamedTuple):

@@ -17,7 +17,7 @@ from hookline.engine import Line, Selection, Selector, Site, module_tree, path_t
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import InputError, NotRecordedError, SelectionError
 from hookline.recordings import Recording
-from hookline.recordings.image_values import Channels, Grid, Size, channels_of, grid_of
+from hookline.recordings.feature_maps import Channels, Grid, Size, channels_of, grid_of
 from hookline.verbs.record.keep import checked
 from hookline.verbs.record.record import RecordLine, start_recording
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hookline.display.text import plural
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
-from hookline.recordings.image_values import scores_in
+from hookline.recordings.feature_maps import scores_in
 
 ClassTarget = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
 

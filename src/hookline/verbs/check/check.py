@@ -36,7 +36,7 @@ from hookline.verbs.check.pending_findings import Checked, Outcome, finding_of_t
 from hookline.verbs.check.replay import named_tensors
 from hookline.verbs.check.replay_file import make_folder
 from hookline.verbs.check.unusual_outputs import checked_names
-from hookline.verbs.shared.verb_line import VerbLine
+from hookline.verbs.shared.finalizing_line import VerbLine
 
 
 @final

@@ -12,7 +12,7 @@ from hookline.display.text import listed, plural
 from hookline.engine import Site
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError, warn
-from hookline.statistics.channels import channel_dim
+from hookline.statistics.channel_dim import channel_dim
 from hookline.statistics.finiteness import flat, is_measurable
 from hookline.util.locks import fork_safe_lock
 from hookline.verbs.check.finding import CheckFinding

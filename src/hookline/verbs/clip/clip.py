@@ -39,7 +39,7 @@ from hookline.verbs.clip.parameter_gradients import (
     grad_holder,
 )
 from hookline.verbs.clip.report import ClipReport, Tally
-from hookline.verbs.shared.verb_line import VerbLine
+from hookline.verbs.shared.finalizing_line import VerbLine
 
 
 @final

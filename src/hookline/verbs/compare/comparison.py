@@ -14,7 +14,7 @@ from hookline.display.text import plural
 from hookline.engine import as_written
 from hookline.errors import NotRecordedError
 from hookline.findings import Finding
-from hookline.recordings.index import closest, quoted
+from hookline.recordings.key_index import closest, quoted
 from hookline.verbs.compare.noise_floor import Floor
 
 Verdict = Literal["identical", "noise", "differs", "not comparable"]

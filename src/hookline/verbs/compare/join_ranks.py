@@ -13,8 +13,8 @@ from hookline.engine import ROOT, Site, glob, path_text, say_by_rank
 from hookline.engine.pytree import tree
 from hookline.errors import AmbiguousError, HooklineError, InputError, one_of
 from hookline.recordings import Recording
-from hookline.recordings.ranks import OPS
-from hookline.recordings.walk import RecordedValue
+from hookline.recordings.figure_values import RecordedValue
+from hookline.recordings.gather_and_reduce import OPS
 from hookline.verbs.compare.rank_groups import Group, are_equal, passes_with_values
 
 # A dimension along which plain tensors are concatenated, or how they are reduced.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hookline.display.text import listed
 from hookline.engine import ROOT, paths_above
 from hookline.errors import InputError
-from hookline.recordings.index import closest
+from hookline.recordings.key_index import closest
 from hookline.verbs.compare.read_sides import Entry, Side
 
 # A function from names of the second side to names of the first, or a dict of them.

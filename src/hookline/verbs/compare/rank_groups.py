@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookline.engine.pytree import tree
 from hookline.recordings import PassRecord, Recording
-from hookline.recordings.rank_values import RankValue
+from hookline.recordings.match_rank_values import RankValue
 from hookline.statistics.difference import difference
 
 INPUT = "(root):input"

@@ -27,9 +27,9 @@ from hookline.verbs.compare.pair_by_name import Names, Pairing, pair_entries
 from hookline.verbs.compare.read_sides import Entry
 from hookline.verbs.compare.run_both_models import Call, ModelRun, run_both
 from hookline.verbs.compare.setup_findings import find_unpaired
+from hookline.verbs.shared.meta_tensors import refuse_shapes_alone
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
-from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 
 # The floor of a local error, in eps times the square root of the number of modules inside. Clean
 # modules of twelve models were off by at most 2.4.

@@ -10,7 +10,7 @@ from typing import Any, final
 from hookline.display.text import listed
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import HooklineError
-from hookline.recordings.ranks import OPS, combined
+from hookline.recordings.gather_and_reduce import OPS, combined
 from hookline.verbs.compare.compare_by_token import Passes
 from hookline.verbs.compare.comparison import QUIET, ComparedSite
 from hookline.verbs.compare.join_ranks import Unjoined

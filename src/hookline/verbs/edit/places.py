@@ -21,8 +21,8 @@ from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit import in_graph
 from hookline.verbs.edit.indices import Indices
 from hookline.verbs.edit.tokens import PassTokens, Tokens, add_dims, plain_tokens, read_tokens
-from hookline.verbs.shared.caches import cache_in, n_cached
-from hookline.verbs.shared.generation import Chunk, is_assisted, prompt_chunk
+from hookline.verbs.shared.generate_search import Chunk, is_assisted, prompt_chunk
+from hookline.verbs.shared.kv_cache import cache_in, n_cached
 from hookline.verbs.shared.root_call import root_call
 
 # Why compiled code cannot tell the tokens where no run of the root has begun.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookline.errors import StructureError
 from hookline.verbs.edit.indices import Indices
-from hookline.verbs.shared.caches import cache_in, n_cached
+from hookline.verbs.shared.kv_cache import cache_in, n_cached
 from hookline.verbs.shared.token_inputs import MASKS, TokenInputs, token_inputs
 
 

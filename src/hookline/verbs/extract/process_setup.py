@@ -19,10 +19,10 @@ from hookline.engine.pytree import tree
 from hookline.errors import warn
 from hookline.verbs.extract.options import Extracting
 from hookline.verbs.extract.worker import Worker
-from hookline.verbs.record.float32 import measured
+from hookline.verbs.record.float32_reductions import measured
 from hookline.verbs.record.keep import Keep
-from hookline.verbs.record.kept_state import KeptState
 from hookline.verbs.record.prefix import Prefix
+from hookline.verbs.record.track_model_state import KeptState
 from hookline.verbs.shared.rerun import in_eval_mode
 
 _MOST_NAMED = 3

@@ -15,7 +15,7 @@ from hookline.display.text import first_line, plural
 from hookline.engine import is_compiled
 from hookline.verbs.invariance.batch import DECODED, IDS, MASK, POSITIONS, NotApplicable, Side
 from hookline.verbs.invariance.trials import Run, Trials
-from hookline.verbs.shared.caches import CACHES
+from hookline.verbs.shared.kv_cache import CACHES
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
 from hookline.verbs.shared.run_model import call
 

@@ -19,11 +19,11 @@ from hookline.verbs.invariance.checks import CHECKS
 from hookline.verbs.invariance.reasons import Reason, differs, holds, outputs_of, reason_of
 from hookline.verbs.invariance.result import Checked, Invariance, Outcome
 from hookline.verbs.invariance.trials import Trials, compare_runs
-from hookline.verbs.shared.caches import cache_in, n_cached
 from hookline.verbs.shared.failing_module import find_failing_module
+from hookline.verbs.shared.kv_cache import cache_in, n_cached
+from hookline.verbs.shared.meta_tensors import refuse_shapes_alone
 from hookline.verbs.shared.rerun import lazy_name
 from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
-from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 
 _MOST_NAMED = 3
 _UNSTEADY = "the model does not repeat itself"

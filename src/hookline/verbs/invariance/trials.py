@@ -19,8 +19,8 @@ from hookline.verbs.compare.compare import compare_with_unpaired
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.invariance.batch import Batch, NotApplicable
 from hookline.verbs.record.record import start_recording
-from hookline.verbs.shared.caches import CACHES
 from hookline.verbs.shared.casting import cast_model
+from hookline.verbs.shared.kv_cache import CACHES
 from hookline.verbs.shared.rerun import copied, in_eval_mode, parameters_restored, untouched
 from hookline.verbs.shared.run_model import call, mean_squares
 

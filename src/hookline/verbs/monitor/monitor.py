@@ -39,7 +39,7 @@ from hookline.verbs.monitor.reporting import Reporting
 from hookline.verbs.monitor.slots import Slots
 from hookline.verbs.monitor.training_steps import TrainingSteps
 from hookline.verbs.monitor.values import ValueSites
-from hookline.verbs.shared.verb_line import VerbLine
+from hookline.verbs.shared.finalizing_line import VerbLine
 
 
 @final

@@ -56,7 +56,7 @@ from hookline.verbs.profile.tap import (
     optimizer_steps,
 )
 from hookline.verbs.shared.failing_module import find_failing_module
-from hookline.verbs.shared.verb_line import VerbLine
+from hookline.verbs.shared.finalizing_line import VerbLine
 from hookline.verbs.summary import Summary, describe_modules
 
 

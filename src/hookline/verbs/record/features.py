@@ -14,8 +14,8 @@ from hookline.engine.pytree import describe
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.verbs.record.keep import Keep
-from hookline.verbs.record.kept_state import KeptState, may_keep_state
 from hookline.verbs.record.prefix import Prefix
+from hookline.verbs.record.track_model_state import KeptState, may_keep_state
 from hookline.verbs.shared.rerun import in_eval_mode
 from hookline.verbs.shared.run_model import Inputs, without_list
 

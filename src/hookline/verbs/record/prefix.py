@@ -13,8 +13,8 @@ from torch import nn
 from hookline.engine import Line, Selector, Site, end_thread_passes, reshard
 from hookline.recordings import Recording
 from hookline.verbs.record.keep import Keep, checked
-from hookline.verbs.record.kept_state import KeptState
 from hookline.verbs.record.record import start_recording
+from hookline.verbs.record.track_model_state import KeptState
 from hookline.verbs.shared.run_model import call
 
 _tokens = itertools.count()

@@ -39,11 +39,11 @@ from hookline.engine.run_settings import SettingsReader
 from hookline.errors import SelectionError, warn
 from hookline.recordings import Recording
 from hookline.verbs.record.by_query import ByQuery
-from hookline.verbs.record.gradients import KeepGradient, PlainGradTap
 from hookline.verbs.record.keep import Keep, Keeper, checked, in_graph, is_plain
+from hookline.verbs.record.keep_gradients import KeepGradient, PlainGradTap
 from hookline.verbs.record.to_store import StoreLine, store_line
-from hookline.verbs.shared.generation import may_search, n_beams
-from hookline.verbs.shared.verb_line import VerbLine
+from hookline.verbs.shared.finalizing_line import VerbLine
+from hookline.verbs.shared.generate_search import may_search, n_beams
 
 
 @final

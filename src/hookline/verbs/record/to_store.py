@@ -29,7 +29,7 @@ from hookline.stores.job import LOOP, SHARD_BYTES, Job, batches_per_shard, made_
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard, Writer
 from hookline.util.own_process import OwnProcess
 from hookline.verbs.record.keep import Keep
-from hookline.verbs.shared.verb_line import VerbLine
+from hookline.verbs.shared.finalizing_line import VerbLine
 
 
 @final

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine.pytree import tree
-from hookline.verbs.sweep.rows import tolerance
+from hookline.verbs.sweep.rows_per_change import tolerance
 
 _PART = 0.001  # of the effect, by which two ways may differ
 _N_EPS = 4  # of the size of a metric, by which rounding moves it

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from hookline.engine import Selector, module_tree
 from hookline.errors import InputError, only_options, positive_integer
-from hookline.statistics.by_site import BySite
+from hookline.statistics.site_dict import BySite
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
 from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.sweep.changing import Changing, recorded_run
-from hookline.verbs.sweep.effects import Attribution
 from hookline.verbs.sweep.forwards import Forwards
 from hookline.verbs.sweep.grid import Each, Grid, Group, check_each, patches, sites_of
+from hookline.verbs.sweep.judge_estimates import Array
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
-from hookline.verbs.sweep.rows import copy_of
-from hookline.verbs.sweep.slopes import Integral, Point, Slopes, check_form, floating
-from hookline.verbs.sweep.still_model import refuse_random, undisturbed
-from hookline.verbs.sweep.verdict import Array
+from hookline.verbs.sweep.path_gradients import Integral, Point, Slopes, check_form, floating
+from hookline.verbs.sweep.restore_model import refuse_random, undisturbed
+from hookline.verbs.sweep.rows_per_change import copy_of
+from hookline.verbs.sweep.sweep_results import Attribution
 
 _SEED = 0
 

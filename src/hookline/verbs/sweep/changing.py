@@ -14,7 +14,7 @@ from hookline.errors import InputError
 from hookline.recordings import Recording
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.sweep.grid import Point
-from hookline.verbs.sweep.rows import (
+from hookline.verbs.sweep.rows_per_change import (
     N_STIRRED,
     NoRowsError,
     batch_size,

@@ -15,15 +15,16 @@ from hookline.display.text import listed
 from hookline.engine import ModuleTree, foreign_hooks, is_scripted, parse_site
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError
-from hookline.verbs.record.kept_state import KeptState, may_keep_state
+from hookline.verbs.record.track_model_state import KeptState, may_keep_state
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
 from hookline.verbs.sweep.agreement import may_be_rounding, numbers_agree, outputs_agree
-from hookline.verbs.sweep.batches import Batches
 from hookline.verbs.sweep.changing import Changing
-from hookline.verbs.sweep.folder import Results
 from hookline.verbs.sweep.grid import Group, Point
 from hookline.verbs.sweep.metric import Metric, number_of
-from hookline.verbs.sweep.rows import (
+from hookline.verbs.sweep.repeated_inputs import Batches
+from hookline.verbs.sweep.restore_model import refuse_random
+from hookline.verbs.sweep.resume_folder import Results
+from hookline.verbs.sweep.rows_per_change import (
     N_STIRRED,
     NoRowsError,
     batch_size,
@@ -31,7 +32,6 @@ from hookline.verbs.sweep.rows import (
     parts_of,
     repeated,
 )
-from hookline.verbs.sweep.still_model import refuse_random
 from hookline.verbs.sweep.tape import Tape
 
 _FEWEST = 4  # changes; for fewer, the recorded and the checked runs cost more than they save

@@ -19,8 +19,6 @@ from hookline.verbs.shared.progress_bar import progress_bar
 from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.sweep.changing import Changing
-from hookline.verbs.sweep.effects import Sweep
-from hookline.verbs.sweep.folder import SweepFolder, job_of
 from hookline.verbs.sweep.forwards import Forwards
 from hookline.verbs.sweep.grid import (
     Changes,
@@ -32,7 +30,9 @@ from hookline.verbs.sweep.grid import (
     sites_of,
 )
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
-from hookline.verbs.sweep.still_model import undisturbed
+from hookline.verbs.sweep.restore_model import undisturbed
+from hookline.verbs.sweep.resume_folder import SweepFolder, job_of
+from hookline.verbs.sweep.sweep_results import Sweep
 
 
 class SweepOptions(TypedDict, total=False):

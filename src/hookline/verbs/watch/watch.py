@@ -40,7 +40,7 @@ from hookline.engine.pytree import describe, tree
 from hookline.statistics.mean_and_std import BLOCK_NUMEL, mean_and_std
 from hookline.util.stopwatch import STOPWATCH
 from hookline.verbs.shared.failing_module import find_failing_module
-from hookline.verbs.shared.verb_line import VerbLine
+from hookline.verbs.shared.finalizing_line import VerbLine
 from hookline.verbs.watch.call_times import ClockTap, Running, TimedCall
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from hookline.errors import HooklineError
-from hookline.recordings.image_values import scores_in
+from hookline.recordings.feature_maps import scores_in
 from hookline.views.page.image_overlays import Images
 from hookline.views.page.value_entries import ValueEntry
 

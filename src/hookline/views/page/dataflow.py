@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hookline.errors import HooklineError
-from hookline.statistics.of_values import main_tensor
+from hookline.statistics.value_statistics import main_tensor
 from hookline.views.page.module_rows import Row
 from hookline.views.page.value_entries import ValueEntry
 

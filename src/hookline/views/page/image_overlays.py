@@ -12,8 +12,8 @@ from torch.linalg import vector_norm
 
 from hookline.display.text import escape_invisible
 from hookline.errors import HooklineError
-from hookline.recordings.image_values import Grid, Size, gradcam, grid_of
-from hookline.statistics.of_values import main_tensor
+from hookline.recordings.feature_maps import Grid, Size, gradcam, grid_of
+from hookline.statistics.value_statistics import main_tensor
 from hookline.util.optional import load
 from hookline.views.page.encode_maps import Limits, quantise
 from hookline.views.page.token_norms import round_finite

@@ -34,7 +34,7 @@ from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import AmbiguousError, FolderError
 from hookline.findings import Finding, Findings
 from hookline.recordings import Recording
-from hookline.statistics.of_values import Statistics
+from hookline.statistics.value_statistics import Statistics
 from hookline.views.page.module_rows import Row, repeated_block_rows
 from hookline.views.page.token_norms import token_blocks
 from hookline.views.page.value_entries import Part, ValueEntry

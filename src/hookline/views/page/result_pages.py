@@ -18,7 +18,7 @@ from hookline.stores import Store
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.compare.comparison import Comparison
 from hookline.verbs.profile.profile import Profile
-from hookline.verbs.sweep.effects import Effects, Sweep
+from hookline.verbs.sweep.sweep_results import Effects, Sweep
 from hookline.views.page.check_finding_data import check_finding_data, title_of
 from hookline.views.page.page_templates import load_template
 from hookline.views.page.profile_data import profile_data

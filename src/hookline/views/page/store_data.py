@@ -7,7 +7,7 @@ from typing import Any
 
 from hookline.display.units import size
 from hookline.statistics import Moments
-from hookline.statistics.of_values import statistics_of
+from hookline.statistics.value_statistics import statistics_of
 from hookline.stores import Store
 from hookline.views.page.value_entries import ValueEntry
 

@@ -15,9 +15,9 @@ from hookline.engine.pytree.describe import leaf_text
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import FolderError, InputError, OverwrittenError
 from hookline.recordings import Recording
-from hookline.recordings.walk import RecordedValue, walk
+from hookline.recordings.figure_values import RecordedValue, walk
 from hookline.statistics import measure
-from hookline.statistics.of_values import (
+from hookline.statistics.value_statistics import (
     Statistics,
     histogram,
     main_tensor,

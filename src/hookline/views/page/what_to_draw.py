@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import InputError
-from hookline.recordings.walk import Value
+from hookline.recordings.figure_values import Value
 from hookline.views.pixels import png_data_url
 from hookline.views.plots.arrange_value import Arranged, arrange
 

@@ -15,7 +15,7 @@ from hookline.display.text import torch_name
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
 from hookline.recordings.figure_arguments import check_count, check_sample
-from hookline.recordings.walk import Value
+from hookline.recordings.figure_values import Value
 
 _LETTERS = "NCTLDHW"
 _DEFAULT_LAYOUTS = {1: "C", 2: "NC", 3: "NTC", 4: "NCHW", 5: "NCDHW"}

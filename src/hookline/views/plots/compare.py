@@ -14,7 +14,7 @@ from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, one_of
 from hookline.recordings.figure_arguments import Source, check_count
-from hookline.recordings.walk import Value, look_up, one_pass
+from hookline.recordings.figure_values import Value, look_up, one_pass
 from hookline.statistics.difference import difference
 from hookline.verbs.compare.compare import compare as compare_sites
 from hookline.verbs.compare.comparison import ComparedSite, Comparison

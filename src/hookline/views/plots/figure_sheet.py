@@ -19,7 +19,7 @@ import numpy as np
 from hookline.display.colours import BLUE_ORANGE
 from hookline.display.text import escape_unprintable
 from hookline.errors import HooklineError
-from hookline.statistics.of_values import Array
+from hookline.statistics.value_statistics import Array
 from hookline.util.optional import how_to_install, load
 from hookline.views.pixels import Scale
 

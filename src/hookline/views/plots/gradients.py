@@ -15,7 +15,7 @@ from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.recordings import GradientRow, Recording
 from hookline.recordings.figure_arguments import check_source
-from hookline.recordings.walk import walk
+from hookline.recordings.figure_values import walk
 from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
 from hookline.views.plots.site_rows import RowSheet, find_blocks, set_log_axis
 

@@ -12,8 +12,8 @@ from hookline.display.text import pick_evenly, plural, share_text, shorten
 from hookline.display.units import measure, share
 from hookline.engine import Site
 from hookline.recordings.figure_arguments import Source, check_count
-from hookline.recordings.walk import Value, chosen_values, not_drawn
-from hookline.statistics.of_values import histogram
+from hookline.recordings.figure_values import Value, chosen_values, not_drawn
+from hookline.statistics.value_statistics import histogram
 from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from hookline.engine.pytree import describe
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.recordings.figure_arguments import Source, check_count
-from hookline.recordings.walk import Value, look_up
-from hookline.statistics.of_values import Array
+from hookline.recordings.figure_values import Value, look_up
+from hookline.statistics.value_statistics import Array
 from hookline.views.pixels import finite_range, range_text, scale_to_unit, shrink
 from hookline.views.plots.arrange_value import arrange, drawable_tensor
 from hookline.views.plots.channels import tiling

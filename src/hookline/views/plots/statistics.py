@@ -15,7 +15,7 @@ from hookline.engine import Site, as_written
 from hookline.errors import InputError
 from hookline.recordings import PassRecord
 from hookline.recordings.figure_arguments import Source, check_source
-from hookline.recordings.walk import (
+from hookline.recordings.figure_values import (
     Skipped,
     Value,
     chosen_values,
@@ -24,7 +24,7 @@ from hookline.recordings.walk import (
     not_drawn,
     tensors_of,
 )
-from hookline.statistics.of_values import Array, Statistics, site_statistics
+from hookline.statistics.value_statistics import Array, Statistics, site_statistics
 from hookline.views.pixels import colour_scale
 from hookline.views.plots.figure_sheet import (
     BLUE,

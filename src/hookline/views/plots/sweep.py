@@ -12,8 +12,8 @@ import torch
 from hookline.display.text import plural, shorten
 from hookline.display.units import measure
 from hookline.errors import InputError
-from hookline.verbs.sweep.effects import Effects
-from hookline.verbs.sweep.verdict import Array
+from hookline.verbs.sweep.judge_estimates import Array
+from hookline.verbs.sweep.sweep_results import Effects
 from hookline.views.pixels import colour_scale
 from hookline.views.plots.figure_sheet import (
     PLAIN,

@@ -1,0 +1,40 @@
+"""Apply the rules to the survey of a pass, the most basic first."""
+
+from __future__ import annotations
+
+from hookline.findings import backward_rules, forward_rules
+from hookline.findings.finding import Finding, in_order
+from hookline.findings.spread_rules import spreads
+from hookline.findings.survey import Survey
+
+_CAUSES = ("dead", "channels", "exploding", "vanishing", "non-finite")
+
+
+def findings_of(survey: Survey) -> list[Finding]:
+    """Return the findings of a pass, the worst first.
+
+    Consequences are left out: of gradients where the forward is not finite, of spreads after it.
+    """
+    broken = list(forward_rules.non_finite(survey))
+    place = {reading.site: k for k, reading in reversed(list(enumerate(survey.readings)))}
+    values = [
+        *forward_rules.dead(survey),
+        *forward_rules.channels(survey),
+        *spreads(survey),
+        *forward_rules.saturated(survey),
+        *forward_rules.dtypes(survey),
+        *forward_rules.shared(survey),
+        *forward_rules.without_norm(survey),
+    ]
+    values.sort(key=lambda finding: place.get(finding.site, -1))
+    never_called = list(forward_rules.never_called(survey))
+    findings = [*broken, *values, *(finding for finding in never_called if finding.level != "note")]
+    is_blamed = any(f.kind in _CAUSES and f.level != "note" for f in findings)
+    if not broken:
+        findings += backward_rules.non_finite(survey)
+        findings += [*backward_rules.cut(survey), *backward_rules.frozen(survey, is_blamed)]
+    if not broken and not is_blamed:
+        findings += [*backward_rules.through_depth(survey), *backward_rules.dead_gradients(survey)]
+    findings += [*forward_rules.outliers(survey), *forward_rules.repeats(survey)]
+    findings += [finding for finding in never_called if finding.level == "note"]
+    return in_order(findings)

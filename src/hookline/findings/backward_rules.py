@@ -1,0 +1,142 @@
+"""Rules on gradients: where they become non-finite, stop, explode or vanish on their way back."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from hookline.display.text import listed, plural
+from hookline.findings.change_point import change_in
+from hookline.findings.finding import Finding, Level
+from hookline.findings.forward_rules import follow, non_finite_finding
+from hookline.findings.survey import (
+    Survey,
+    further_text,
+    kind_and_verb,
+    log_of,
+    template_of,
+    times_text,
+)
+from hookline.findings.tensor_reading import Reading
+
+_NOT_NEEDED = ("needs no gradient", "frozen", "requires no gradient")
+
+
+def non_finite(survey: Survey) -> Iterator[Finding]:
+    """Name the first gradient that is not finite."""
+    bad = [r for r in survey.gradients if r.numbers.n_bad or r.numbers.n_masked]
+    if not bad:
+        return
+    first, n_bad = bad[0], bad[0].numbers.n_bad + bad[0].numbers.n_masked
+    why = f"{n_bad:,} of {first.numbers.numel:,} elements, first in the backward;"
+    why += f" outputs are finite. {further_text(len(bad) - 1, 'gradient')}".rstrip()
+    advice = f"Look at the operation that uses {first.path or 'the output'}; hl.check names it."
+    yield non_finite_finding(first, n_bad, "in the gradient at", why, advice, bad)
+
+
+def cut(survey: Survey) -> Iterator[Finding]:
+    """Name the last layer, in firing order, that the gradient never reached."""
+    reached = {r.path for r in survey.gradients if r.port == "grad_output"}
+    silent = [(path, why) for path, port, why in survey.silent if port == "grad_output"]
+    missing = {path for path, why in silent if not any(text in why for text in _NOT_NEEDED)}
+    order = [r for r in survey.leaf_outputs if r.path in reached or r.path in missing]
+    runs = [
+        (is_lost, list(group)) for is_lost, group in groupby(order, lambda r: r.path in missing)
+    ]
+    place = next((k for k, (is_lost, _) in enumerate(runs[:-1]) if is_lost), None)
+    if place is None:
+        return
+    stretch, after = runs[place][1], runs[place + 1][1][0]
+    is_start = place == 0
+    level: Level = "warning" if is_start or _has_siblings(stretch, runs) else "note"
+    reading = stretch[-1]
+    text = f"The gradient stops between {after.site} and {reading.site}."
+    names = listed([r.site for r in stretch], 3)
+    why = f"{plural(len(stretch), 'layer')} before it without one: {names}."
+    advice = "Look for detach(), no_grad(), .data, .item() or an integer operation there."
+    sites = follow(stretch, reading)
+    yield Finding("cut", text, reading.site, level, "no gradient", why, advice, sites)
+
+
+def _has_siblings(stretch: Sequence[Reading], runs: Sequence[tuple[bool, list[Reading]]]) -> bool:
+    """Tell whether the gradient reached the same place of other blocks."""
+    templates = {template_of(r.path) for is_lost, group in runs if not is_lost for r in group}
+    return any("#" in (place := template_of(r.path)) and place in templates for r in stretch)
+
+
+def frozen(survey: Survey, is_blamed: bool) -> Iterator[Finding]:
+    """Name parameters without a gradient, whose siblings have one.
+
+    Args:
+        survey: the readings.
+        is_blamed: whether a fault of the forward explains gradients that are all zero.
+    """
+    fired = [r for r in survey.gradients if r.port == "grad"]
+    silent = [(path, why) for path, port, why in survey.silent if port == "grad"]
+    is_zero = [r for r in fired if r.numbers.is_zero and not is_blamed]
+    silent += [(r.path, "its gradient is all zero") for r in is_zero]
+    n_silent = Counter(template_of(path) for path, _ in silent)
+    n_alive = Counter(template_of(r.path) for r in fired)
+    n_alive.subtract(template_of(r.path) for r in is_zero)
+    odd = []
+    for path, why in silent:
+        template = template_of(path)
+        is_odd = n_alive[template] > n_silent[template]
+        if "#" in template and is_odd and "expert" not in path:
+            odd.append((path, why))
+    if not odd:
+        return
+    path, why = odd[0]
+    text, why = f"{path} gets no gradient, unlike its siblings.", f"{why.capitalize()}."
+    advice = "Look at requires_grad, and for no_grad()."
+    site, *others = (f"{other}:grad" for other, _ in odd)
+    yield Finding("frozen", text, site, "warning", "no gradient", why, advice, tuple(others))
+
+
+def through_depth(survey: Survey) -> Iterator[Finding]:
+    """Name the block at which gradients begin to explode or to vanish on their way back."""
+    trunk_paths = [(r.path, r.call, r.leaf) for r in survey.trunk]
+    gradients = {
+        (r.path, r.call, r.leaf): r
+        for r in survey.gradients
+        if r.port == "grad_output" and r.numbers.rms > 0 and not r.numbers.n_bad
+    }
+    trunk = [gradients[key] for key in reversed(trunk_paths) if key in gradients]
+    if len(trunk) < 3:
+        return
+    levels = [log_of(r.numbers.rms) for r in trunk]
+    steps = [
+        after - before if ours.numbers.shape == theirs.numbers.shape else 0.0
+        for (before, ours), (after, theirs) in itertools.pairwise(zip(levels, trunk, strict=True))
+    ]
+    change = change_in(steps)
+    if change is not None:
+        yield _depth_finding(trunk, *change)
+
+
+def _depth_finding(trunk: Sequence[Reading], first: int, last: int, logarithm: float) -> Finding:
+    block, end = trunk[first], trunk[last]
+    kind, verb = kind_and_verb(logarithm)
+    text = f"The gradient {verb} {times_text(logarithm)} on its way back through {block.path}"
+    text += "." if last == first + 1 else f" to {end.path}."
+    why = (
+        f"Its root mean square is {block.numbers.rms:.3g} where it enters {block.path}, and"
+        f" {end.numbers.rms:.3g} where it then reaches {end.path}."
+    )
+    advice = f"Look at the weights, and for saturated activations, in {block.path}."
+    number, sites = times_text(logarithm), tuple(r.site for r in trunk[first + 1 :])
+    return Finding(f"{kind} gradient", text, block.site, "warning", number, why, advice, sites)
+
+
+def dead_gradients(survey: Survey) -> Iterator[Finding]:
+    """Name the first gradient in the backward that is all zero."""
+    of_outputs = (r for r in survey.gradients if r.port == "grad_output" and survey.is_leaf(r))
+    zero = [r for r in of_outputs if r.numbers.is_zero and r.numbers.numel > 8]
+    if not zero:
+        return
+    first = zero[0]
+    text, why = f"The gradient at {first.site} is all zero.", f"{plural(len(zero), 'gradient')} so."
+    sites = follow(zero, first)
+    yield Finding("dead gradient", text, first.site, "note", "100 % zero", why, follows=sites)

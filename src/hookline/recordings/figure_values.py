@@ -1,0 +1,244 @@
+"""Walk over the values of a recording in firing order, and look their tensors up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from torch import Tensor
+
+from hookline.display.text import plural, torch_name
+from hookline.engine import Selection, Site, as_written
+from hookline.engine.pytree import describe, tree
+from hookline.errors import AmbiguousError, InputError, NotRecordedError, OverwrittenError
+from hookline.recordings import firing_order
+from hookline.recordings.figure_arguments import Source, check_source
+from hookline.recordings.firing_order import is_readable, values_of, with_leaf
+from hookline.recordings.key_index import Key, only_site
+from hookline.recordings.pass_record import PassRecord
+from hookline.recordings.recording import Recording
+from hookline.statistics.value_statistics import main_tensor, measured_tensors
+
+RecordedValue = firing_order.RecordedValue
+
+
+def walk(source: Source) -> Iterator[RecordedValue]:
+    """Yield the values of a recording or a pass in firing order, without reading them.
+
+    If several backward passes went over a pass, their gradients follow it, one pass at a time.
+    """
+    for record in [source] if isinstance(source, PassRecord) else source.passes:
+        yield from values_of(record)
+
+
+@final
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a recording with its labels."""
+
+    label: str  # the site as in a look-up, with the leaf of the tensor
+    module_type: str  # the class of the site's module; empty if unknown
+    tensor: Tensor
+    where: str = ""  # the pass, if the recording has several: `pass 1`
+
+    @property
+    def title(self) -> str:
+        """The site and its type: `layer1.0.conv1 (Conv2d)`."""
+        return f"{self.label} ({self.module_type})" if self.module_type else self.label
+
+    @property
+    def form(self) -> str:
+        """The shape, dtype and pass: `[1, 64, 56, 56] float32, pass 1`."""
+        dtype = torch_name(self.tensor.dtype)
+        return f"{describe.shape(self.tensor)} {dtype}" + f", {self.where}" * bool(self.where)
+
+
+@final
+@dataclass(frozen=True)
+class Skipped:
+    """A value that cannot be drawn, and the reason."""
+
+    label: str
+    why: str
+
+
+def look_up(source: Source, key: Key, name: str = "") -> Value:
+    """Look up the main tensor of the only value of a site.
+
+    Args:
+        source: a recording, or one of its passes.
+        key: the site.
+        name: the name of the source's argument, for figures that take several sources.
+
+    Raises:
+        NotRecordedError, OverwrittenError: as in a look-up.
+        AmbiguousError: the site has several values; the message says what to pass to the figure.
+        InputError: the value holds no tensor.
+    """
+    value, unread = _look_up(source, key, name)
+    return _with_tensor(unread, value, main_tensor(value))
+
+
+def look_up_all(source: Source, key: Key) -> list[Value]:
+    """Look up every tensor that is measured of the only value of a site; errors as in `look_up`."""
+    value, unread = _look_up(source, key, "")
+    return _with_tensors(unread, value)
+
+
+def _look_up(source: Source, key: Key, name: str) -> tuple[Any, _Unread]:
+    """Return the only value of a site, and what names it."""
+    check_source(source)
+    if isinstance(key, Selection):
+        key = only_site(key)
+    try:
+        value = source[key]
+    except AmbiguousError as error:
+        raise AmbiguousError(_one_of_several(source, key, name, error)) from None
+    where = ""
+    if isinstance(source, PassRecord):
+        where = f"pass {source.number}"
+    elif len(source.passes) > 1:
+        where = f"pass {next(record.number for record in source.passes if key in record)}"
+    module_type = (key.module_type if isinstance(key, Site) else "") or _type_of(source, str(key))
+    return value, _Unread(as_written(str(key)), module_type, where)
+
+
+def _one_of_several(source: Source, key: Key, name: str, error: AmbiguousError) -> str:
+    """Return the message that says what to pass in place of a site with several values."""
+    code, single_key = source.one_of_several(key)
+    arguments = [f"{name or 'run'}{code} as {name or 'the recording'}"] * bool(code)
+    arguments += [f"{single_key!r} as the site"] * (single_key != str(key))
+    several = f"{name}: " * bool(name) + str(error).splitlines()[0]
+    return f"{several}\nGive {' and '.join(arguments)}."
+
+
+def one_pass(source: Source, name: str = "") -> PassRecord:
+    """Return the source if it is a pass, or the only pass of a recording.
+
+    Args:
+        source: a recording, or one of its passes.
+        name: the name of the source's argument, for figures that take several sources.
+
+    Raises:
+        NotRecordedError: the model has not run.
+        InputError: the recording has several passes.
+    """
+    check_source(source)
+    if isinstance(source, PassRecord):
+        return source
+    filled = [record for record in source.passes if len(record)]
+    if not filled:
+        raise NotRecordedError(
+            "the recording must hold values, got none: the model has not run."
+            "\nPrint run.report() to learn more."
+        )
+    if len(filled) > 1:
+        raise InputError(
+            f"{name or 'the recording'} must have one pass for this figure, got {len(filled)}."
+            f"\nGive one of them: {name or 'run'}.passes[{filled[0].number}]."
+        )
+    return filled[0]
+
+
+def tensors_of(record: PassRecord) -> Iterator[tuple[str, Value | Skipped]]:
+    """Yield every tensor of a pass that is measured with its key, in firing order.
+
+    The key of a value with one such tensor is its site, and else has the leaf, too.
+    """
+    for recorded in walk(record):
+        suffix = "" if recorded.backward is None else f", backward {recorded.backward}"
+        key = recorded.key + suffix
+        try:
+            values = _with_tensors(
+                _Unread(recorded.key, recorded.site.module_type), recorded.read()
+            )
+        except OverwrittenError:
+            yield key, Skipped(key, "overwritten in place after recording without copy=True")
+        except InputError:
+            yield key, Skipped(key, "without numbers that can be read")
+        else:
+            for value in values:
+                label = recorded.key if suffix and len(values) == 1 else value.label
+                label += suffix
+                yield key if len(values) == 1 else label, replace(value, label=label)
+
+
+def chosen_values(source: Source, sites: Any) -> tuple[list[Value], list[Skipped]]:
+    """Return the values to draw and those that cannot be drawn: of all sites, or of named ones.
+
+    Raises:
+        NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up of a named site.
+        InputError: no value can be drawn.
+    """
+    entries: list[Value | Skipped]
+    if sites is None:
+        entries = [value for _, value in tensors_of(one_pass(source))]
+    else:
+        keys = [sites] if isinstance(sites, str | Site) else sites
+        entries = [value for key in keys for value in look_up_all(source, key)]
+    values = [value for value in entries if isinstance(value, Value)]
+    skipped = [value for value in entries if isinstance(value, Skipped)]
+    if not values:
+        why = f" ({skipped[0].label}: {skipped[0].why})" if skipped else ""
+        raise InputError(
+            f"the recording must hold a value that can be drawn, got none{why}."
+            "\nRecord sites with tensors."
+        )
+    return values, skipped
+
+
+def not_drawn(skipped: list[Skipped]) -> str:
+    """Say which values a figure leaves out, and why; return an empty text if there are none."""
+    if not skipped:
+        return ""
+    reasons: dict[str, list[str]] = {}
+    for entry in skipped:
+        reasons.setdefault(entry.why, []).append(entry.label)
+    texts = [
+        f"{plural(len(labels), 'value')} {why} ({labels[0]}{', …' if len(labels) > 1 else ''})"
+        for why, labels in reasons.items()
+    ]
+    return "not drawn: " + "; ".join(texts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """Name a value that is not read: `Value` without its tensor."""
+
+    label: str
+    module_type: str
+    where: str = ""
+
+
+def _with_tensors(unread: _Unread, value: Any) -> list[Value]:
+    tensors: list[Tensor | None] = [tensor for _, tensor in measured_tensors(value)]
+    return [_with_tensor(unread, value, tensor) for tensor in tensors or [None]]
+
+
+def _with_tensor(unread: _Unread, value: Any, tensor: Tensor | None) -> Value:
+    """Name a tensor of a value; refuse one without numbers."""
+    label = unread.label
+    if tensor is None:
+        if any(part.is_meta for _, part in tree.tensors(value)):
+            raise InputError(f"{label} is on the meta device: it has a shape and no numbers.")
+        raise InputError(
+            f"{label} must hold a tensor that can be drawn, got {describe.in_words(value)}."
+            "\nName a site with such a tensor, or a leaf of it."
+        )
+    if not is_readable(tensor):
+        raise InputError(
+            f"{label} is {describe.in_full(tensor)}, whose numbers torch cannot read."
+            "\nRecord it in another dtype, with keep=, or leave the site out."
+        )
+    if not isinstance(value, Tensor):
+        leaf = next(leaf for leaf, part in tree.tensors(value) if part is tensor)
+        label = with_leaf(label, leaf)
+    return Value(label, unread.module_type, tensor, unread.where)
+
+
+def _type_of(source: Source, key: str) -> str:
+    sites = source.sites if isinstance(source, Recording) else [site for site, _ in source.fired()]
+    path = re.split(r"[:#\[]", key)[0]
+    return next((site.module_type for site in sites if path in (site.path, *site.aliases)), "")

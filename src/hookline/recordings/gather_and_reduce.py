@@ -1,0 +1,401 @@
+"""Gather and reduce values over the ranks of a distributed job.
+
+Before exchanging values, all ranks exchange descriptions of them. A missing rank or a different
+value therefore raises an error on every rank instead of a hang.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hookline.display.text import listed, type_and_line
+from hookline.engine import (
+    Site,
+    failures_of,
+    gather_full,
+    gather_json,
+    is_dtensor,
+    local_part,
+    note_failure,
+    ranks_of,
+    say_by_rank,
+)
+from hookline.errors import AmbiguousError, HooklineError, RanksError
+from hookline.files.safetensors_file import flat_bytes
+from hookline.recordings.compare_replicas import copies_of, copy_text, warn_of_unlike_copies
+from hookline.recordings.join_dtensor_parts import Part, guess, join_copies, join_placed
+from hookline.recordings.match_rank_values import (
+    COMBINED,
+    Node,
+    RankValue,
+    check_alike,
+    check_same,
+    columns,
+    text,
+)
+
+OPS = ("mean", "sum", "max", "min")
+
+
+@final
+@dataclass(frozen=True)
+class Collective:
+    """A look-up that all ranks of a group make together.
+
+    Args:
+        question: the look-up as code, for messages.
+        sites: the sites that this rank selected.
+        group: the process group; None means all ranks.
+        timeout: the time that ranks wait for one another, in seconds.
+    """
+
+    question: str
+    sites: tuple[Site, ...]
+    group: Any
+    timeout: float
+
+    def check_ranks_match(
+        self, find: Callable[[], Any], *, compares_copies: bool = False
+    ) -> tuple[RankValue, list[list[Node]]]:
+        """Return this rank's value, and each rank's nodes. A collective.
+
+        Args:
+            find: looks the value up.
+            compares_copies: whether a warning says that copies of a DTensor's part differ.
+
+        Raises:
+            RanksError: on every rank, if a rank has no such value or one of another structure.
+        """
+        ranks = ranks_of(self.group, self.question)
+        error = None
+        try:
+            value = RankValue(find())
+        except Exception as caught:
+            value, error = RankValue(None), caught
+        answer = {
+            "sites": [str(site) for site in self.sites],
+            "error": None if error is None else _said(error),
+            "nodes": value.nodes,
+            "copies": copies_of(value.tensors) if compares_copies else [],
+        }
+        answers = gather_json(self.question, answer, ranks, self.timeout, is_of_a_step=True)
+        if error is not None and not isinstance(error, HooklineError):
+            raise error
+        if any(rank["error"] for rank in answers):
+            raise RanksError(self._refusal(ranks, answers)) from error
+        nodes = [rank["nodes"] for rank in answers]
+        check_alike(self.question, ranks, nodes)
+        warn_of_unlike_copies(self.question, ranks, [rank["copies"] for rank in answers])
+        return value, nodes
+
+    def _refusal(self, ranks: list[int], answers: list[dict[str, Any]]) -> str:
+        errors = [answer["error"] or "has it" for answer in answers]
+        message = f"{self.question} needs a value on every rank. {say_by_rank(ranks, errors)}"
+        selected = [listed(answer["sites"], 8) or "nothing" for answer in answers]
+        if len(set(selected)) > 1:
+            message += f"\nSelected: {say_by_rank(ranks, selected)}."
+        return (
+            f"{message}\nSelect and run the same sites on every rank. If only some ranks have the"
+            " module, as in a pipeline, pass their group as group=."
+        )
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Turn the error of a rank that is lost in the block into a RanksError."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            note_failure(type_and_line(error))
+            raise
+        except RuntimeError as error:
+            failed = failures_of(ranks_of(self.group, self.question))
+            said = say_by_rank(failed, failed.values()) or str(error).splitlines()[0][:120]
+            raise RanksError(
+                f"{self.question}: a rank was lost while values were exchanged ({said})."
+                "\nLook at the output of the other ranks: one died or called another collective."
+            ) from error
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective."""
+        work.wait(timedelta(seconds=self.timeout))
+
+
+def _said(error: Exception) -> str:
+    """Return what other ranks are told of an error."""
+    if isinstance(error, HooklineError):
+        return str(error).partition("\n")[0]
+    return type_and_line(error)
+
+
+def full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
+    """Gather a value of which each rank has a part. A collective."""
+    value, nodes = ask.check_ranks_match(find, compares_copies=True)
+    check_same(ask.question, ranks_of(ask.group, ask.question), nodes, "number")
+    _check_dim(ask.question, columns(nodes, "plain", "array"), dim)
+    wholes = []
+    for tensor, column in zip(value.tensors, columns(nodes), strict=True):
+        if is_dtensor(tensor):
+            with ask.exchanging():
+                wholes.append(gather_full(tensor))
+        else:
+            shapes = [node["shape"] for node in column]
+            wholes.append(torch.cat(_gather(ask, tensor, shapes), dim or 0))
+    return value.rebuilt(wholes)
+
+
+def reduced(ask: Collective, find: Callable[[], Any], op: str) -> Any:
+    """Reduce a value over ranks, element by element. A collective."""
+    check_op(op)
+    value, nodes = ask.check_ranks_match(find)
+    _check_reducible(ask.question, ranks_of(ask.group, ask.question), nodes, op)
+    tensors = [_reduce(ask, tensor, op) for tensor in value.tensors]
+    return value.rebuilt(tensors, _reduced_numbers(nodes, op))
+
+
+def _reduce(ask: Collective, tensor: Tensor, op: str) -> Tensor:
+    if op in ("max", "min"):  # some backends drop a NaN in a max or min reduction
+        n_ranks = dist.get_world_size(ask.group)
+        return _combine(_gather(ask, tensor, [list(tensor.shape)] * n_ranks), op)
+    total = _wide(tensor, op).to(_device(ask.group), copy=True).contiguous()
+    with ask.exchanging():
+        ask.wait(dist.all_reduce(total, group=ask.group, async_op=True))
+    total = total.to(tensor.device)
+    return total / dist.get_world_size(ask.group) if op == "mean" else total
+
+
+def joined(
+    values: Sequence[Any], placed: Mapping[int, Part], dim: int | None, question: str
+) -> Any:
+    """Join the values of all ranks of an opened recording, as `full` does.
+
+    `placed` has the tensors that were parts of DTensors, with their layouts, by their `id()`.
+    """
+    apart = [RankValue(value) for value in values]
+    nodes, ranks = [value.nodes for value in apart], list(range(len(values)))
+    check_alike(question, ranks, nodes)
+    check_same(question, ranks, nodes, "number")
+    of_tensors = list(zip(*[value.tensors for value in apart], strict=True))
+    of_dtensors = [_parts_of(column, placed, dim, question) for column in of_tensors]
+    plain = [
+        column for column, whole in zip(columns(nodes), of_dtensors, strict=True) if whole is None
+    ]
+    _check_dim(question, plain, dim)
+    for parts in filter(None, of_dtensors):
+        texts = [copy_text(layout, tensor) for layout, tensor in parts]
+        warn_of_unlike_copies(question, ranks, [[text] for text in texts])
+    return apart[0].rebuilt(
+        torch.cat(column, dim or 0) if part is None else join_placed(part, dim, question)
+        for column, part in zip(of_tensors, of_dtensors, strict=True)
+    )
+
+
+def copies(
+    values: Mapping[int, Any], placed: Mapping[int, Part], dim: int | str | None, question: str
+) -> dict[int, Any]:
+    """Return the value of each rank, with the whole of each DTensor in place of the rank's part.
+
+    Ranks whose parts make up one value of DTensors have this value once, at the first of them. In a
+    mesh, each replica is a value of its own. `dim` also joins plain tensors beside DTensors.
+
+    Args:
+        values: the value of each rank of an opened recording, by its number.
+        placed: the tensors that were parts of DTensors, with their layouts, by their `id()`.
+        dim: the dimension along which the wholes of several meshes are concatenated, or how they
+            are reduced; None to keep them apart.
+        question: the look-up as code, for messages.
+    """
+    apart = [RankValue(value) for value in values.values()]
+    check_alike(question, list(values), [value.nodes for value in apart])
+    check_same(question, list(values), [value.nodes for value in apart], "number")
+    of_tensors = list(zip(*[value.tensors for value in apart], strict=True))
+    of_dtensors = [_parts_of(column, placed, None, question) for column in of_tensors]
+    if not any(of_dtensors):
+        return dict(values)
+    merge: Callable[[Sequence[Tensor]], Tensor] | None = None
+    if dim is not None:
+        merge = partial(_combine, op=dim) if isinstance(dim, str) else partial(torch.cat, dim=dim)
+    made: dict[tuple[int, ...], tuple[int, Any]] = {}
+    wholes: list[Sequence[Tensor]] = []
+    for parts, column in zip(of_dtensors, of_tensors, strict=True):
+        if parts is not None:
+            wholes.append(join_copies(parts, merge, question))
+        else:
+            wholes.append(column if merge is None else [merge(column)] * len(column))
+    for rank, value, tensors in zip(values, apart, zip(*wholes, strict=True), strict=True):
+        made.setdefault(tuple(map(id, tensors)), (rank, value.rebuilt(tensors)))
+    return dict(made.values())
+
+
+def _parts_of(
+    tensors: Sequence[Tensor], placed: Mapping[int, Part], dim: int | None, question: str
+) -> list[Part] | None:
+    """Return the parts of a DTensor; None for plain tensors, and where `dim` says how to join them.
+
+    Raises:
+        RanksError: a placement is unknown, and `dim` is None.
+    """
+    parts = [placed[id(tensor)] for tensor in tensors if id(tensor) in placed]
+    if len(parts) < len(tensors):
+        return None
+    unknown = parts[0][0].unknown
+    if unknown and dim is None:
+        raise RanksError(
+            f"{question}: placements must be Shard, Replicate, or Partial with a known reduction,"
+            f" got {unknown}.\n{guess(parts, question)}"
+        )
+    return None if unknown else parts
+
+
+def combined(values: Sequence[Any], op: str, question: str, *, is_sharded: bool) -> Any:
+    """Reduce the values of all ranks of an opened recording, as `reduced` does.
+
+    `is_sharded` tells whether the values were shards of DTensors.
+    """
+    check_op(op)
+    apart = [RankValue(value) for value in values]
+    nodes, ranks = [value.nodes for value in apart], list(range(len(values)))
+    check_alike(question, ranks, nodes)
+    if is_sharded:
+        nodes = [
+            [{**node, "kind": "dtensor"} if node["kind"] == "plain" else node for node in of_rank]
+            for of_rank in nodes
+        ]
+    _check_reducible(question, ranks, nodes, op)
+    of_tensors = zip(*[value.tensors for value in apart], strict=True)
+    tensors = [_combine(column, op) for column in of_tensors]
+    return apart[0].rebuilt(tensors, _reduced_numbers(nodes, op))
+
+
+def _reduced_numbers(nodes: Sequence[list[Node]], op: str) -> list[float | complex]:
+    """Reduce the numbers of all ranks, each with one dtype for all."""
+    return [
+        _reduced_number([n["value"] for n in column], op) for column in columns(nodes, "number")
+    ]
+
+
+def _reduced_number(values: list[Any], op: str) -> float | complex:
+    if all(isinstance(value, int) for value in values):  # of any size
+        if op in ("max", "min"):
+            return int(max(values) if op == "max" else min(values))
+        return int(sum(values)) if op == "sum" else float(sum(values) / len(values))
+    is_complex = any(isinstance(value, list) for value in values)
+    numbers = [complex(*v) if isinstance(v, list) else float(v) for v in values]
+    dtype = torch.complex128 if is_complex else torch.float64
+    parts = [*torch.tensor(numbers, dtype=dtype, device="cpu")]
+    total: float | complex = _combine(parts, op).item()
+    return total
+
+
+def _check_reducible(question: str, ranks: list[int], nodes: Sequence[list[Node]], op: str) -> None:
+    """Refuse shards of DTensors, tensors of several shapes, and an order of complex numbers."""
+    for column in columns(nodes):
+        shapes = [text(node) for node in column]
+        if column[0]["kind"] == "dtensor":
+            raise RanksError(
+                f"{question} reduces a value that every rank has, got a DTensor, whose shards"
+                " are different parts.\nGather it with run.full(...) and reduce the result, or"
+                " reduce each shard when recording: keep=lambda t: t.norm()."
+            )
+        if len(set(shapes)) > 1:
+            raise RanksError(
+                f"{question}: the ranks' values must have one shape, got"
+                f" {say_by_rank(ranks, shapes)}."
+                "\nReduce when recording, keep=lambda t: t.float().mean(), or join them:"
+                " run.full(..., dim=0)."
+            )
+    for node in (node for column in columns(nodes, *COMBINED) for node in column):
+        is_complex = isinstance(node.get("value"), list) or node["dtype"].startswith("complex")
+        if is_complex and op in ("max", "min"):
+            raise RanksError(
+                f"{question} needs real numbers, which have an order, got {text(node)}."
+                "\nWrite op='mean' or op='sum', or record the magnitude: keep=lambda t: t.abs()."
+            )
+
+
+def check_op(op: str) -> None:
+    """Check that a reduction is one of `OPS`."""
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(map(repr, OPS))}, got {op!r}.")
+
+
+def _combine(tensors: Sequence[Tensor], op: str) -> Tensor:
+    stacked = torch.stack([_wide(tensor, op) for tensor in tensors])
+    if op in ("max", "min"):
+        return stacked.amax(0) if op == "max" else stacked.amin(0)
+    total = stacked.sum(0)
+    return total / len(tensors) if op == "mean" else total
+
+
+def _wide(tensor: Tensor, op: str) -> Tensor:
+    """Cast a tensor to a dtype that is wide enough for a sum over ranks."""
+    if op in ("max", "min"):
+        return tensor
+    if tensor.is_floating_point():
+        return tensor if tensor.dtype is torch.float64 else tensor.float()
+    if tensor.is_complex():
+        return tensor
+    return tensor.to(torch.float64 if op == "mean" else torch.int64)
+
+
+def _check_dim(question: str, plain: list[tuple[Node, ...]], dim: int | None) -> None:
+    for column in plain:
+        shapes = [node["shape"] for node in column]
+        texts = " and ".join(dict.fromkeys(str(shape) for shape in shapes))
+        if dim is None:
+            raise AmbiguousError(
+                f"{question}: each rank has a plain tensor, {texts}, so dim must say how to"
+                " join them.\nWrite dim=0 if each rank has a part of the batch (DDP, FSDP), or the"
+                " dimension that tensor parallelism splits, such as dim=-1.\nIf all ranks have the"
+                " same tensor, look it up on one rank."
+            )
+        n_dims = len(shapes[0])
+        if not -n_dims <= dim < n_dims:
+            raise ValueError(
+                f"{question}: dim must be a dimension of {texts}, got {dim}."
+                "\nReduce a number of each rank instead: run.reduced(..., op='mean')."
+            )
+        rest = [[n for k, n in enumerate(shape) if k != dim % n_dims] for shape in shapes]
+        if any(sizes != rest[0] for sizes in rest):
+            raise ValueError(
+                f"{question}: {texts} cannot be joined along dimension {dim}: they also differ"
+                " in other dimensions."
+            )
+
+
+def _gather(ask: Collective, tensor: Tensor, shapes: list[list[int]]) -> list[Tensor]:
+    """Gather a plain tensor of each rank; their shapes may differ. A collective."""
+    tensor = local_part(tensor).detach().resolve_conj().resolve_neg()
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = flat_bytes(real.contiguous()).to(_device(ask.group))
+    sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
+    padded = flat.new_zeros(max(sizes))  # all_gather needs one size, so all pad to the largest
+    padded[: flat.numel()] = flat
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    if padded.numel():
+        with ask.exchanging():
+            ask.wait(dist.all_gather(gathered, padded, group=ask.group, async_op=True))
+    whole = []
+    for part, size, shape in zip(gathered, sizes, shapes, strict=True):
+        data = part[:size].view(real.dtype)
+        if tensor.is_complex():
+            data = torch.view_as_complex(data.view(-1, 2))
+        whole.append(data.view(shape).to(tensor.device))
+    return whole
+
+
+def _device(group: Any) -> torch.device:
+    """Return the device on which a group's backend exchanges tensors."""
+    backend = str(dist.get_backend(group))
+    if "nccl" in backend and "gloo" not in backend:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

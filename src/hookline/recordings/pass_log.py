@@ -1,0 +1,452 @@
+"""Hold the entries of a recording, pass by pass, and find them by key.
+
+Look-ups never guess: a key with several values raises an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor
+
+from hookline.display.text import plural
+from hookline.engine import (
+    Pass,
+    Report,
+    Site,
+    Unversioned,
+    every_tensor,
+    innermost,
+    is_freed,
+    is_wrapped,
+    local_shards,
+    plain,
+    tensor_holder,
+)
+from hookline.engine.pytree import leaves, tree
+from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError, SiteError
+from hookline.recordings.key_index import Index, Key, Lookup, PartSites
+from hookline.recordings.log_entries import Entry, PartialGradients
+from hookline.recordings.stored_values import Stored
+from hookline.recordings.version_stamps import Beside, Unknowable, is_as_stamped, stamp
+
+Read = Callable[[Entry], Any]
+Noted = tuple[Any, ...]  # the first fields of an `Entry`
+_SEARCHED = 256  # up to this many entries are searched: sorting costs as much as 20 searches
+
+
+@final
+class Log:
+    """The entries of a recording, pass by pass.
+
+    Args:
+        sites: the selected sites.
+        report: the recording's method that says why a site did not fire. Only a weak reference to
+            it is held.
+        keeps_graph: whether values were recorded with their graph.
+        unversioned: detects memory that changes without a new version; None skips that check.
+
+    Attributes:
+        sites_of_part: returns the sites of a part of the model; None if the model is not known.
+    """
+
+    def __init__(
+        self,
+        sites: tuple[Site, ...],
+        report: Callable[[], Report],
+        *,
+        keeps_graph: bool = False,
+        unversioned: Unversioned | None = None,
+    ) -> None:
+        self.sites = sites
+        self.sites_of_part: PartSites | None = None
+        self.passes: list[Pass] = []
+        # A strong reference would form a cycle, and every value would live until gc runs.
+        self._report = weakref.WeakMethod(report)
+        self.keeps_graph = keeps_graph
+        self.unversioned = unversioned
+        self._sorted: dict[int, _Grouped] = {}
+
+    @functools.cached_property
+    def index(self) -> Index:
+        """The index of the sites, built on first look-up: some lines are attached for each call."""
+        has_leaf = weakref.WeakMethod(self._has_leaf)
+
+        def has(index: int, leaf: tree.Leaf) -> bool:
+            find_leaf = has_leaf()
+            return find_leaf is not None and find_leaf(index, leaf)
+
+        return Index(self.sites, has, self.sites_of_part)
+
+    def take(self) -> list[Pass]:
+        """Remove all passes and return them."""
+        passes, self.passes[:] = self.passes[:], []
+        for current in passes:
+            self._sorted.pop(id(current), None)  # another pass may get this id
+        return passes
+
+    def drop_repeats(self) -> None:
+        """Drop what the last pass has noted after each site had a value."""
+        missing = set(range(len(self.sites)))
+        log = self.passes[-1].log if self.passes else []
+        for position, noted in enumerate(log):
+            missing.discard(noted[0])
+            if not missing:
+                del log[position + 1 :]
+                return
+
+    def _has_leaf(self, index: int, leaf: tree.Leaf) -> bool:
+        """Return whether the first value of a site has a leaf. No tensor data is read."""
+        for current in self.passes:
+            for entry in self.entries(current, index)[:1]:
+                try:
+                    leaves.get(self.outline(entry), leaf, "")
+                except SiteError:
+                    return False
+                return True
+        return False
+
+    def entries(self, current: Pass, index: int, call: int | None = None) -> list[Entry]:
+        """List a site's entries in a pass, or those of one call.
+
+        Values are numbered in order; gradients have calls.
+        """
+        log = current.log
+        if len(log) > _SEARCHED:
+            grouped = self._grouped(current)
+            return grouped.of(index) if call is None else grouped.of_call(index, call)
+        entries = _entries(index, [fields for fields in tuple(log) if fields[0] == index])
+        return entries if call is None else [entry for entry in entries if entry.call == call]
+
+    def _grouped(self, current: Pass) -> _Grouped:
+        """Group the entries of a pass by site; repeated only when the log has grown."""
+        grouped = self._sorted.get(id(current))
+        if grouped is None or grouped.length != len(current.log):
+            grouped = self._sorted[id(current)] = _Grouped(tuple(current.log))
+        return grouped
+
+    def backwards(self, current: Pass) -> list[int]:
+        """List the autograd runs that brought gradients to a pass, in order."""
+        runs = (Entry(*entry).backward for entry in tuple(current.log))
+        return list(dict.fromkeys(run for run in runs if run is not None))
+
+    def fired(self, current: Pass, backward: int | None) -> list[tuple[int, int, int | None]]:
+        """List the sites that fired, in firing order, as (index, call, autograd run).
+
+        The run is None for a value, and for a gradient that no run was to bring.
+        """
+        n_calls: Counter[int] = Counter()
+        fired = []
+        for entry in (Entry(*noted) for noted in tuple(current.log)):
+            if backward is not None and entry.backward != backward:
+                continue
+            call = n_calls[entry.site] if entry.call is None else entry.call
+            fired.append((entry.site, call, entry.backward))
+            n_calls[entry.site] += 1
+        return fired
+
+    def find(
+        self, lookup: Lookup, among: Pass | None = None, backward: int | None = None
+    ) -> list[tuple[Pass, list[Entry]]]:
+        """Find a site's entries in each pass that has any. No value is read.
+
+        `among` and `backward` limit the search to one pass and to one autograd run.
+
+        Raises:
+            NotRecordedError: no pass has an entry of the site.
+        """
+        passes = list(self._search(lookup, self.passes if among is None else [among], backward))
+        if not passes:
+            raise self.never(lookup, among)
+        return passes
+
+    def values(
+        self, lookup: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
+    ) -> list[Any]:
+        """Return the values of a site's entries in a pass, in the order of the calls.
+
+        `read` returns an entry's value: `outline`, or by default `check`.
+
+        Raises:
+            AmbiguousError: the site has gradients of several autograd runs, and the key names none.
+            OverwrittenError: a value was changed in place after it was recorded.
+        """
+        if len(entries) > 1:
+            runs = {entry.backward for entry in entries} - {None}
+            if len(runs) > 1:
+                raise AmbiguousError(
+                    f"{str(lookup)!r} has a gradient of each of {len(runs)} backward passes."
+                    f"\nWrite run.passes[{current.number}].backwards[0][{str(lookup)!r}] for one."
+                )
+            entries = sorted(entries, key=_call)
+        values = list(map(read or self.check, entries))
+        if lookup.leaf:
+            return [leaves.get(value, lookup.leaf, str(lookup)) for value in values]
+        return values
+
+    def single(
+        self, lookup: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
+    ) -> Any:
+        """Return the only value of a site in a pass.
+
+        Raises:
+            AmbiguousError: the site ran several times.
+        """
+        values = self.values(lookup, current, entries, read)
+        if len(values) > 1:
+            key, calls = str(lookup), sorted(map(_call, entries))
+            first, last = str(lookup.of_call(calls[0])), str(lookup.of_call(calls[-1]))
+            raise AmbiguousError(
+                f"{key!r} ran {len(values)} times in pass {current.number}."
+                f"\nWrite {first!r} to {last!r} for one call, or .calls({key!r}) for all."
+            )
+        return values[0]
+
+    def by_pass(self, lookup: Lookup, read: Read | None = None) -> list[list[Any]]:
+        """Return a site's values, call by call, for each pass that has any.
+
+        Raises:
+            NotRecordedError, AmbiguousError, OverwrittenError: as in `find` and `values`.
+        """
+        # A generator, so that the entries of 100,000 passes are not held at once.
+        passes = self._search(lookup, self.passes)
+        values = [self.values(lookup, *pass_entries, read) for pass_entries in passes]
+        if not values:
+            raise self.never(lookup)
+        return values
+
+    def first_call(self, lookup: Lookup) -> Lookup:
+        """Return the key of the first call of a site that ran several times in a pass."""
+        entries = next(calls for _, calls in self._search(lookup, self.passes) if len(calls) > 1)
+        return lookup.of_call(min(map(_call, entries)))
+
+    def one_of_several(self, lookup: Lookup, current: Pass, entries: list[Entry]) -> Lookup:
+        """Return a key that names the first of a site's entries in a pass."""
+        runs = list(
+            dict.fromkeys(entry.backward for entry in entries if entry.backward is not None)
+        )
+        if len(runs) > 1:
+            lookup = lookup._replace(backward=self.backwards(current).index(runs[0]))
+            entries = [entry for entry in entries if entry.backward == runs[0]]
+        return lookup.of_call(min(map(_call, entries))) if len(entries) > 1 else lookup
+
+    def has(self, key: Key, among: Pass | None = None, backward: int | None = None) -> bool:
+        """Return whether a site has a value in a pass, or in any pass. No value is read."""
+        lookup = self.index.get(key)
+        passes = self.passes if among is None else [among]
+        return lookup is not None and any(self._search(lookup, passes, backward))
+
+    def _search(
+        self, lookup: Lookup, passes: Iterable[Pass], backward: int | None = None
+    ) -> Iterator[tuple[Pass, list[Entry]]]:
+        for current in passes:
+            if lookup.pass_number not in (None, current.number):
+                continue
+            entries = self.entries(current, lookup.number, lookup.call)
+            if backward is not None:
+                entries = [entry for entry in entries if entry.backward in (None, backward)]
+            if lookup.backward is not None:
+                run = dict(enumerate(self.backwards(current))).get(lookup.backward, -1)
+                entries = [entry for entry in entries if entry.backward == run]
+            if entries:
+                yield current, entries
+
+    def check(self, entry: Entry) -> Any:
+        """Return an entry's unchanged value, with the local shard of each DTensor.
+
+        Raises:
+            OverwrittenError: the value was changed in place after it was recorded.
+        """
+        value = self.whole(entry)
+        return value if type(value) is Tensor else local_shards(value)
+
+    def whole(self, entry: Entry) -> Any:
+        """Return an entry's unchanged value, with DTensors as they are.
+
+        Raises:
+            OverwrittenError: the value was changed in place after it was recorded.
+        """
+        value = entry.value
+        if isinstance(value, Stored):
+            return value.load()
+        parts = [(value, entry.stamp)]
+        if isinstance(value, PartialGradients):
+            parts, value = list(value.parts.values()), value.load()
+        for part, was in parts:
+            why = self._why_changed(part, was)
+            if why:
+                advice = _COPY if tensor_holder(part) is None else _TAKE_OUT
+                raise OverwrittenError(f"{self.sites[entry.site]} {why}.\n{advice}")
+        return value if type(value) is Tensor and not is_wrapped(value) else self.plain(value)
+
+    def _why_changed(self, value: Any, was: Any) -> str | None:
+        """Say why a value cannot be returned: it has changed, or may have changed undetected."""
+        if isinstance(was, Unknowable):
+            return (
+                f"holds tensors in a {was.kind}, which cannot be copied, and torch does not tell"
+                " whether they have changed"
+            )
+        tensors = list(map(innermost, every_tensor(value)))
+        if any(map(is_freed, tensors)):
+            return "has no numbers any more: its memory was freed after it was recorded"
+        # A value with a copy beside it is compared with the copy.
+        unversioned = None if isinstance(was, Beside) else self.unversioned
+        may_change = unversioned is not None and unversioned.has_now(tensors, len(self.passes))
+        if not is_as_stamped(tensors, was):
+            return (
+                "was overwritten in place after it was recorded (by an in-place operation such as"
+                " ReLU(inplace=True) or +=)"
+            )
+        if may_change:
+            return (
+                "shares memory with a parameter or buffer of the model, and torch does not always"
+                " tell when these change"
+            )
+        return None
+
+    def plain(self, value: Any) -> Any:
+        """Remove the wrappers of finished torch.func transforms from a value."""
+        if not any(is_wrapped(tensor) for _, tensor in tree.tensors(value)):
+            return value
+        return tree.map_tensors(partial(plain, keeps_graph=self.keeps_graph), value)
+
+    def outline(self, entry: Entry) -> Any:
+        """Return a value's structure; values in a folder have meta tensors and are not verified."""
+        value = entry.value
+        return value.outline() if isinstance(value, Stored | PartialGradients) else value
+
+    def settle(self) -> None:
+        """Remove torch.func wrappers once no transform runs; a later one could mistake them."""
+        for current in self.passes:
+            current.log[:] = [
+                (site, value if isinstance(value, PartialGradients) else self.plain(value), *rest)
+                for site, value, *rest in current.log
+            ]
+        self._sorted.clear()
+
+    def never(self, lookup: Lookup, among: Pass | None = None) -> NotRecordedError:
+        """Return the error that says why a site has no value."""
+        site = self.sites[lookup.number]
+        passes = self.passes if among is None else [among]
+        if lookup.pass_number is not None and passes:
+            passes = [current for current in passes if current.number == lookup.pass_number]
+            if not passes:
+                return NotRecordedError(self._no_pass(lookup, among))
+        entries = [entry for current in passes for entry in self.entries(current, lookup.number)]
+        if entries and (lookup.backward is not None or lookup.call is not None):
+            return NotRecordedError(self._no_run(lookup, passes, entries))
+        report = self._report()
+        why = None if report is None else report().why.get(site)
+        if why is None:
+            has_run = among is not None or bool(self.passes)
+            why = "it did not fire in this pass" if has_run else "the model has not run"
+        return NotRecordedError(f"{site} was selected, but has no value: {why}.")
+
+    def _no_run(self, lookup: Lookup, passes: list[Pass], entries: list[Entry]) -> str:
+        """Say that a site has values, and none of the backward pass or call that is named."""
+        if lookup.backward is not None:
+            n_backwards = max(len(self.backwards(current)) for current in passes)
+            return (
+                f"{str(lookup)!r} must name a backward pass that brought its gradient, got backward"
+                f" {lookup.backward} of {n_backwards}.\nWrite"
+                f" run.passes[{passes[0].number}].backwards for those that ran."
+            )
+        site, last = self.sites[lookup.number], max(entry.call or 0 for entry in entries)
+        where = f"in pass {passes[0].number}" if len(passes) == 1 else "at most in a pass"
+        calls = f"its calls are #0 to #{last}" if last else "its only call is #0"
+        return (
+            f"{site} ran {_times(last + 1)} {where}, so {calls}, got #{lookup.call}."
+            f"\nThe last one is {f'{site}#{last}'!r}."
+        )
+
+    def _no_pass(self, lookup: Lookup, among: Pass | None) -> str:
+        if among is not None:
+            return (
+                f"{str(lookup)!r} must name this pass, which is pass {among.number}."
+                f"\nWrite run[{str(lookup)!r}]."
+            )
+        ran = plural(len(self.passes), "pass", "passes")
+        message = f"{str(lookup)!r} must name one of the {ran} that ran, from 0 on."
+        anywhere = lookup._replace(pass_number=None)
+        having = [current.number for current, _ in self._search(anywhere, self.passes)]
+        if not having:
+            return message
+        last = lookup._replace(pass_number=having[-1])
+        return f"{message}\nWrite {str(last)!r} for the last in which it has a value."
+
+
+def note_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) -> None:
+    """Append an entry while a torch.func transform runs.
+
+    A wrapped tensor shows neither `requires_grad` nor its version. The innermost tensor does.
+    """
+    site, value, version, *rest = entry
+    if type(version) in (int, tuple):
+        if not keeps_graph:
+            value = tree.map_tensors(Tensor.detach, value)
+        version = stamp(value)
+    log.append((site, value, version, *rest))
+
+
+def _entries(index: int, noted: Sequence[Noted]) -> list[Entry]:
+    return [
+        Entry(index, fields[1], fields[2], call)
+        if len(fields) < 4 or fields[3] is None
+        else Entry(*fields)
+        for call, fields in enumerate(noted)
+    ]
+
+
+@final
+class _Grouped:
+    """The entries of a pass, grouped by site, and by call where one call is asked for."""
+
+    def __init__(self, log: Sequence[Noted]) -> None:
+        self.length = len(log)
+        self._by_site: dict[int, list[Noted]] = {}
+        for fields in log:
+            self._by_site.setdefault(fields[0], []).append(fields)
+        self._by_call: dict[int, dict[int | None, list[Entry]]] = {}
+
+    def of(self, index: int) -> list[Entry]:
+        """List a site's entries."""
+        return _entries(index, self._by_site.get(index, []))
+
+    def of_call(self, index: int, call: int) -> list[Entry]:
+        """List the entries of one call of a site."""
+        calls = self._by_call.get(index)
+        if calls is None:
+            calls = self._by_call[index] = {}
+            for entry in self.of(index):
+                calls.setdefault(entry.call, []).append(entry)
+        return calls.get(call, [])
+
+
+def _call(entry: Entry) -> int:
+    return entry.call or 0
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def note_copied(note: Callable[[Any], None], entry: tuple[Any, ...]) -> None:
+    """Append an entry, and copy a lone tensor whose version does not show changes.
+
+    A fast tap notes such a tensor without a copy, with its bare version as the stamp.
+    """
+    site, value, version, *rest = entry
+    if type(version) is int:
+        value = value.clone()
+        version = stamp(value)
+    note((site, value, version, *rest))
+
+
+_COPY = "Record a copy: hl.record(..., copy=True)."
+# For objects such as iterators, which copy=True refuses.
+_TAKE_OUT = "Record with keep=, a function that takes the tensors out and copies them."

@@ -1,0 +1,85 @@
+"""Keep a model as it is for many runs that are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookline.engine import is_compiled, path_text, require_model
+from hookline.errors import InputError
+from hookline.verbs.shared.inference_tensors import savable_weights
+from hookline.verbs.shared.meta_tensors import refuse_shapes_alone
+from hookline.verbs.shared.rerun import RandomStates, lazy_name, untouched
+from hookline.verbs.sweep.agreement import is_same
+from hookline.verbs.sweep.metric import Metric, number_of
+
+
+@contextmanager
+def undisturbed(model: nn.Module, verb: str, *inputs: Any) -> Iterator[None]:
+    """Run the block without gradients and compiled code, and leave the model as it was.
+
+    Args:
+        model: the model.
+        verb: the verb, as in "hl.sweep(model, ...)".
+        inputs: what the model will be run on.
+
+    Raises:
+        InputError: the model is in training mode, holds shapes alone, or has lazy parameters; or
+            the block needs gradients, and a weight was made in inference mode.
+    """
+    require_model(model, verb)
+    modules = list(model.modules())
+    _check_model(model, modules)
+    name = verb.partition("(")[0]
+    refuse_shapes_alone(name, model, inputs)
+    with ExitStack() as stack:
+        if any(map(is_compiled, modules)):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(untouched(model))
+        # Inference tensors have no versions, which tell of writes in place.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(savable_weights(name, model))
+        yield
+
+
+def _check_model(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Refuse a model whose numbers would change from run to run.
+
+    Raises:
+        InputError: the model is in training mode, or its first run would create parameters.
+    """
+    if any(module.training for module in modules):
+        training = next(path for path, module in model.named_modules() if module.training)
+        raise InputError(
+            f"the model must be in eval mode, got {path_text(training)!r} in training mode, where"
+            " dropout and batch norm change the numbers.\nCall model.eval() first."
+        )
+    name = lazy_name(model)
+    if name is not None:
+        raise InputError(
+            f"the model must have no lazy parameters, got {name}: the first run would create it."
+            "\nRun the model once yourself, then call this again."
+        )
+
+
+def refuse_random(states: RandomStates, metric: Metric, *outputs: Callable[[], Any]) -> None:
+    """Refuse a model whose metric depends on random numbers.
+
+    Args:
+        states: the random states before a run.
+        metric: the metric.
+        outputs: return the output of this run, and that of another one.
+
+    Raises:
+        InputError: the run has drawn random numbers, and both metrics differ.
+    """
+    if not states.are_current() and not is_same(*[number_of(metric, run()) for run in outputs]):
+        raise InputError(
+            "the model must give the same metric twice, got another one the second time: its"
+            " forward draws random numbers.\nSwitch this off, as model.eval() does for dropout."
+        )

@@ -1,0 +1,68 @@
+"""Verbs that need numbers refuse models and inputs of shapes alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.verbs.shared.meta_tensors import refuse_shapes_alone
+
+X = torch.ones(2, 1, 6, 6)
+MODEL = r"must have a model with numbers, got 0\.weight on the meta device"
+INPUTS = "must have inputs with numbers, got a tensor on the meta device"
+
+
+def small(device="cpu"):
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3, device=device), nn.Flatten(), nn.Linear(32, 2, device=device)
+    ).eval()
+
+
+def first(output):
+    return output[0, 0]
+
+
+VERBS = {
+    "cam": hl.cam,
+    "sweep": lambda model, x: hl.sweep(model, x, {"0": hl.edits.scale(0)}, first),
+    "attribute": lambda model, x: hl.attribute(model, x, "0", first, clean=x),
+    "invariance": hl.invariance,
+    "shadow": lambda model, x: hl.shadow(model, small(), x),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_model_or_inputs_of_shapes_alone_are_refused(verb):
+    for model, x in [(small("meta"), X), (small("meta"), X.to("meta"))]:
+        with pytest.raises(hl.InputError, match=rf"^hl\.{verb} {MODEL}"):
+            VERBS[verb](model, x)
+    with pytest.raises(hl.InputError, match=rf"^hl\.{verb} {INPUTS}"):
+        VERBS[verb](small(), X.to("meta"))
+
+
+def test_an_offloaded_model_has_numbers_where_it_runs():
+    model = small("meta")
+    model[0].register_forward_pre_hook(lambda module, args: None)  # may load the weights
+    refuse_shapes_alone("hl.cam", model, X)
+    with pytest.raises(hl.InputError, match=MODEL):
+        refuse_shapes_alone("hl.anatomy", model, X, reads_weights=True)
+
+
+def test_data_of_shapes_alone_are_refused_by_extract(tmp_path):
+    with pytest.raises(hl.InputError, match="data must hold numbers, got a tensor on the meta"):
+        hl.extract(small(), X.to("meta"), "0", to=tmp_path)
+
+
+def test_lines_say_that_they_measured_nothing():
+    model, x = small("meta"), X.to("meta")
+    with pytest.warns(hl.HooklineWarning, match="hl.check checked nothing in 1 run of the model"):
+        with hl.check(model):
+            model(x)
+    with pytest.warns(hl.HooklineWarning) as told:
+        with hl.monitor(model):
+            model(x)
+    texts = [str(warning.message) for warning in told]
+    assert "no numbers, because they are on the meta device or fake" in texts[0]
+    assert "no selected value could be measured" in texts[1]
