@@ -91,13 +91,13 @@ def test_a_replacement_that_fails_leaves_the_older_recording(tmp_path, monkeypat
 def test_a_folder_that_changed_meanwhile_is_not_replaced(tmp_path, monkeypatch):
     folder = recorded(1).save(tmp_path / "run")
     before = names_in(folder)
-    write = hl.recordings.folder.write_contents
+    write = hl.recordings.folder.write_tensor_files
 
     def slow(place, token, contents):
         (folder / "thesis.txt").write_text("years of work")
         return write(place, token, contents)
 
-    monkeypatch.setattr("hookline.recordings.folder.write_contents", slow)
+    monkeypatch.setattr("hookline.recordings.folder.write_tensor_files", slow)
     with pytest.raises(hl.FolderError, match=r"holds other files \(thesis.txt\)"):
         recorded(2).save(folder)
     assert number_in(folder) == 1
@@ -148,14 +148,14 @@ def test_of_two_writers_one_wins_and_a_reader_sees_either(tmp_path):
 
 def test_a_folder_is_looked_at_while_no_other_writer_replaces_it(tmp_path, monkeypatch):
     folder = recorded(0).save(tmp_path / "run")
-    is_manifest, locks = atomic_replace._is_manifest, []
+    is_manifest, locks = atomic_replace._has_recording_manifest, []
 
     def look(place):
         with contextlib.ExitStack() as stack:
             locks.append(flock(folder, stack))
         return is_manifest(place)
 
-    monkeypatch.setattr(atomic_replace, "_is_manifest", look)
+    monkeypatch.setattr(atomic_replace, "_has_recording_manifest", look)
     recorded(1).save(folder)
     assert locks == [None, None]  # before anything is written, and before it is named
 
@@ -214,12 +214,12 @@ def test_what_a_living_writer_writes_is_not_removed(tmp_path):
         import sys, time, torch, hookline as hl
         from torch import nn
         from hookline.recordings import folder
-        write = folder.write_contents
+        write = folder.write_tensor_files
         def stopped(*args):
             write(*args)
             print("written", flush=True)
             sys.stdin.read()
-        folder.write_contents = stopped
+        folder.write_tensor_files = stopped
         model = nn.Sequential(nn.Identity())
         with hl.record(model, "0") as run:
             model(torch.ones(2))
@@ -249,7 +249,7 @@ def test_a_failing_save_leaves_what_was_there(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hookline.recordings.folder.write_contents", full)
+    monkeypatch.setattr("hookline.recordings.folder.write_tensor_files", full)
     for name in ("run", "new"):
         with pytest.raises(hl.FolderError, match="No space left"):
             recorded(2).save(tmp_path / name)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookline.recordings.feature_maps import Grid, channels_of, grid_of, scores_in
+from hookline.recordings.feature_maps import Grid, channels_of, class_scores_in, find_grid
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from hookline.recordings.feature_maps import Grid, channels_of, grid_of, scores_
     ],
 )
 def test_a_value_is_read_as_maps_of_its_images(shape, size, grid):
-    assert grid_of(torch.zeros(shape), 2, size, is_named=False) == grid
+    assert find_grid(torch.zeros(shape), 2, size, is_named=False) == grid
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_value_is_read_as_maps_of_its_images(shape, size, grid):
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_module_of_a_known_class_has_known_channels(shape, module_type, grid, is_named):
     value = torch.zeros(shape)
-    assert grid_of(value, 2, (16, 16), is_named=is_named, module_type=module_type) == grid
+    assert find_grid(value, 2, (16, 16), is_named=is_named, module_type=module_type) == grid
 
 
 @pytest.mark.parametrize(
@@ -59,23 +59,23 @@ def test_a_module_of_a_known_class_has_known_channels(shape, module_type, grid, 
 )
 def test_the_models_channels_tell_what_no_class_does(more, form):
     channels = channels_of(nn.Sequential(*more))
-    grid = grid_of(torch.zeros(2, 8, 8, 16), 2, (16, 16), is_named=True, channels=channels)
+    grid = find_grid(torch.zeros(2, 8, 8, 16), 2, (16, 16), is_named=True, channels=channels)
     assert grid.form == form
 
 
 def test_tokens_and_channels_last_become_channels_first():
     tokens = torch.rand(2, 7, 5)
-    maps = Grid("tokens", 2, 3, 1).read(tokens)
+    maps = Grid("tokens", 2, 3, 1).to_maps(tokens)
     assert maps.shape == (2, 5, 2, 3)
     assert torch.equal(maps[1, :, 1, 2], tokens[1, 6])
     last = torch.rand(2, 2, 3, 5)
-    assert torch.equal(Grid("channels last", 2, 3).read(last)[0, :, 1, 0], last[0, 1, 0])
+    assert torch.equal(Grid("channels last", 2, 3).to_maps(last)[0, :, 1, 0], last[0, 1, 0])
 
 
 def test_class_scores_are_found_in_what_models_return():
     scores = torch.rand(2, 10)
     holder = SimpleNamespace(loss=None, logits=scores)
     for output in (scores, {"loss": None, "logits": scores}, (scores, None), holder):
-        assert scores_in(output) is scores
+        assert class_scores_in(output) is scores
     for output in (None, {}, (), torch.rand(2), torch.ones(2, 3, dtype=torch.int64)):
-        assert scores_in(output) is None
+        assert class_scores_in(output) is None

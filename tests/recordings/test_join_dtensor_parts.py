@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.recordings.join_dtensor_parts import Layout, guess, join_placed
+from hookline.recordings.join_dtensor_parts import Layout, guess_layout_text, join_parts
 
 QUESTION = "run.full('fc', dim=None)"
 
@@ -67,7 +67,7 @@ def test_parts_join_to_the_whole_they_were_cut_from(case):
     times = 1
     for n, row in zip(mesh, placements, strict=True):
         times *= n * (n + 1) // 2 if row[0] == "partial" else 1
-    torch.testing.assert_close(join_placed(parts, None, QUESTION), whole * times)
+    torch.testing.assert_close(join_parts(parts, None, QUESTION), whole * times)
     for layout, _ in parts:
         assert Layout.from_json(as_json(layout)) == layout
 
@@ -91,7 +91,7 @@ def test_partial_values_are_reduced_as_their_placement_says(op, expected):
             strict=True,
         )
     )
-    assert join_placed(parts, None, QUESTION) == expected
+    assert join_parts(parts, None, QUESTION) == expected
 
 
 def test_the_wholes_of_several_meshes_are_joined_along_dim_alone():
@@ -101,41 +101,41 @@ def test_the_wholes_of_several_meshes_are_joined_along_dim_alone():
         for layout in layouts([2, 2], [2], [("shard", 0)], first)
     ]
     with pytest.raises(hl.AmbiguousError, match=r"2 meshes, from ranks 0, 2 on[\s\S]*dim=0"):
-        join_placed(parts, None, QUESTION)
-    assert join_placed(parts, 0, QUESTION)[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+        join_parts(parts, None, QUESTION)
+    assert join_parts(parts, 0, QUESTION)[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_missing_part_and_a_part_of_another_shape_are_refused():
     first, second = layouts([4, 2], [2], [("shard", 0)])
     with pytest.raises(hl.RanksError, match=r"the part at \(1,\) of the mesh \[2\] is missing"):
-        join_placed([(first, torch.zeros(2, 2))], None, QUESTION)
+        join_parts([(first, torch.zeros(2, 2))], None, QUESTION)
     parts = [(first, torch.zeros(3, 2)), (second, torch.zeros(1, 2))]
     with pytest.raises(hl.RanksError) as caught:
-        join_placed(parts, None, QUESTION)
+        join_parts(parts, None, QUESTION)
     assert "must have the shape [2, 2] by its placements, got [3, 2]." in str(caught.value)
     assert str(caught.value).endswith("suggest run.full('fc', dim=0).")
     outside = replace(first, at=())
     halves = [(first, torch.zeros(2, 2)), (second, torch.ones(2, 2)), (outside, torch.empty(0))]
-    assert join_placed(halves, None, QUESTION).sum() == 4
+    assert join_parts(halves, None, QUESTION).sum() == 4
     other = layouts([4, 2], [2], [("replicate",)])[1]
     with pytest.raises(hl.RanksError, match="layouts differ"):
-        join_placed([(first, torch.zeros(2, 2)), (other, torch.zeros(4, 2))], None, QUESTION)
+        join_parts([(first, torch.zeros(2, 2)), (other, torch.zeros(4, 2))], None, QUESTION)
 
 
 def test_the_guess_tells_parts_from_summands():
     first, second = layouts([4, 2], [2], [("unknown", "Odd()")])
-    assert first.unknown == "Odd()"
+    assert first.unjoinable == "Odd()"
     whole = torch.zeros(4, 2)
-    assert "may be summands" in guess([(first, whole), (second, whole)], QUESTION)
+    assert "may be summands" in guess_layout_text([(first, whole), (second, whole)], QUESTION)
     halves = [(first, torch.zeros(4, 1)), (second, torch.zeros(4, 1))]
-    assert "dim=1" in guess(halves, QUESTION)
+    assert "dim=1" in guess_layout_text(halves, QUESTION)
     odd = [(first, torch.zeros(1, 1)), (second, torch.zeros(4, 1))]
-    assert guess(odd, QUESTION) == "The parts are [1, 1], [4, 1] of [4, 2]."
+    assert guess_layout_text(odd, QUESTION) == "The parts are [1, 1], [4, 1] of [4, 2]."
 
 
 def test_reductions_that_are_unknown_or_mixed_are_named():
     (mixed, *_) = layouts([2], [1, 1], [("partial", "sum"), ("partial", "max")])
-    assert mixed.unknown == "Partial(max, sum)"
+    assert mixed.unjoinable == "Partial(max, sum)"
     assert layouts([2], [1], [("partial", "band")])[0].unknown == "Partial(band)"
 
 

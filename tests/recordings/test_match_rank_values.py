@@ -14,7 +14,7 @@ from transformers import DynamicCache, GPT2Config
 from transformers.modeling_outputs import BaseModelOutput
 
 import hookline as hl
-from hookline.recordings.match_rank_values import RankValue, check_alike
+from hookline.recordings.match_rank_values import RankValue, check_same_structure
 from rank_folders import folder_of_ranks
 
 Pair = namedtuple("Pair", ["a", "b"])
@@ -57,7 +57,7 @@ def opened(folder, keeps, x=None):
 def test_a_value_is_put_together_with_other_tensors(hold):
     apart = RankValue(hold(torch.ones(2)))
     assert not [node for node in apart.nodes if node["kind"] == "other"]
-    new = RankValue(apart.rebuilt([tensor + 1 for tensor in apart.tensors]))
+    new = RankValue(apart.rebuild([tensor + 1 for tensor in apart.tensors]))
     assert new.nodes == apart.nodes
     assert all(tensor.tolist() == [2, 2] for tensor in new.tensors)
 
@@ -72,8 +72,8 @@ def test_a_cache_is_taken_apart():
     cache = DynamicCache(config=GPT2Config(n_layer=2))
     cache.update(torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2), 0)
     apart = RankValue({"cache": cache})
-    check_alike("run.full('x')", [0, 1], [apart.nodes, apart.nodes])
-    new = apart.rebuilt([tensor * 3 for tensor in apart.tensors])["cache"]
+    check_same_structure("run.full('x')", [0, 1], [apart.nodes, apart.nodes])
+    new = apart.rebuild([tensor * 3 for tensor in apart.tensors])["cache"]
     assert type(new) is DynamicCache
     assert new.layers[0].keys.unique().item() == 3
     assert cache.layers[0].keys.unique().item() == 1
@@ -84,8 +84,8 @@ def test_what_is_shared_many_times_is_taken_apart_once():
     for _ in range(60):
         value = [value, value]
     apart = RankValue(value)
-    check_alike("run.full('x')", [0, 1], [apart.nodes, RankValue(value).nodes])
-    new = apart.rebuilt([torch.zeros(1)], [3.0])
+    check_same_structure("run.full('x')", [0, 1], [apart.nodes, RankValue(value).nodes])
+    new = apart.rebuild([torch.zeros(1)], [3.0])
     assert new[0] is new[1]
     for _ in range(60):
         new = new[1]
@@ -100,7 +100,7 @@ def test_what_is_shared_many_times_is_taken_apart_once():
 def test_what_cannot_be_combined_is_refused(value):
     nodes = RankValue(value).nodes
     with pytest.raises(hl.RanksError, match="combines tensors, NumPy arrays and numbers, got"):
-        check_alike("run.reduced('x')", [0, 1], [nodes, nodes])
+        check_same_structure("run.reduced('x')", [0, 1], [nodes, nodes])
 
 
 def test_a_folder_reduces_numbers_at_any_depth(tmp_path):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
 from hookline.engine.distributed import rendezvous
-from hookline.recordings.gather_and_reduce import Collective, reduced
+from hookline.recordings.gather_and_reduce import Collective, reduce_over_ranks
 from processes import Processes, on_ranks
 
 
@@ -174,10 +174,10 @@ def test_any_error_in_a_look_up_is_told_to_the_others(rank, folder):
     ask = Collective("run.reduced('0')", (), None, 60.0)
     if rank == 1:
         with pytest.raises(ValueError, match="what no look-up raises"):
-            reduced(ask, find, "mean")
+            reduce_over_ranks(ask, find, "mean")
     else:
         with pytest.raises(hl.RanksError, match="rank 1: ValueError: what no look-up raises"):
-            reduced(ask, find, "mean")
+            reduce_over_ranks(ask, find, "mean")
 
 
 @on_ranks

@@ -10,6 +10,6 @@ from hookline.recordings.log_entries import PartialGradients as PartialGradients
 from hookline.recordings.opening import open_recording as open_recording
 from hookline.recordings.pass_record import PassRecord as PassRecord
 from hookline.recordings.recording import Recording as Recording
-from hookline.recordings.version_stamps import Beside as Beside
-from hookline.recordings.version_stamps import Unknowable as Unknowable
+from hookline.recordings.version_stamps import StampWithCopies as StampWithCopies
+from hookline.recordings.version_stamps import UndetectableStamp as UndetectableStamp
 from hookline.recordings.version_stamps import stamp as stamp

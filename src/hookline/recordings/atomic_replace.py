@@ -52,7 +52,7 @@ def place_of_recording(folder: str | os.PathLike[str]) -> Place:
     return place_of(folder)
 
 
-def target_of(folder: str | os.PathLike[str]) -> Place:
+def resolve_target(folder: str | os.PathLike[str]) -> Place:
     """Return the place to write a recording to: that of the folder that a link leads to.
 
     Raises:
@@ -73,12 +73,12 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     Raises:
         FolderError: the folder holds files that are not a recording's, or cannot be used.
     """
-    place = target_of(folder)
+    place = resolve_target(folder)
     with place.turn():
-        _check(place)
+        _check_replaceable(place)
 
 
-def _check(place: Place) -> None:
+def _check_replaceable(place: Place) -> None:
     try:
         if isinstance(place, LocalPlace) and place.folder.exists() and not place.folder.is_dir():
             raise FolderError(
@@ -106,13 +106,13 @@ def _foreign_names(place: Place) -> list[str]:
     names = place.names(hidden=True)
     foreign = [name for name in names if not _OURS.fullmatch(name)]
     for name in filter(RANK.fullmatch, names):
-        _check(place / name)
-    if MANIFEST in names and not foreign and not _is_manifest(place):
+        _check_replaceable(place / name)
+    if MANIFEST in names and not foreign and not _has_recording_manifest(place):
         return [MANIFEST]
     return foreign
 
 
-def _is_manifest(place: Place) -> bool:
+def _has_recording_manifest(place: Place) -> bool:
     try:
         return RECORDING.is_of(place)
     except ValueError:  # a pipe, a device or a folder
@@ -158,7 +158,7 @@ class Draft:
         if isinstance(place, LocalPlace) and not place.folder.exists():
             place.folder.mkdir(parents=True, exist_ok=True)
         with place.turn() as is_alone:
-            _check(place)
+            _check_replaceable(place)
             if isinstance(place, LocalPlace):
                 mark = place.folder / f".{self.token}.writing"
                 self._mark.callback(mark.unlink, missing_ok=True)
@@ -174,7 +174,7 @@ class Draft:
         with place.turn(), suppress(OSError, ValueError):  # the next writer removes the rest
             self._mark.close()
             # Another writer, who has replaced the manifest meanwhile, left the files to this one.
-            if self._leads and (not self._is_committed or self._written != _state(place)):
+            if self._leads and (not self._is_committed or self._written != _manifest_state(place)):
                 names = [name for name in place.names(hidden=True) if self.token in name]
                 _remove_unnamed(place, names)
                 if self._is_new and not self._is_committed and isinstance(place, LocalPlace):
@@ -189,13 +189,13 @@ class Draft:
         """
         place = self._place
         with place.turn() as is_alone:
-            _check(place)
-            older = _manifest(place)
+            _check_replaceable(place)
+            older = _read_manifest(place)
             self._replace_manifest(manifest)
-            self._is_committed, self._written = True, _state(place)
+            self._is_committed, self._written = True, _manifest_state(place)
             with suppress(OSError, ValueError):  # the next writer removes the rest
                 names = place.names(hidden=True)
-                _remove_unnamed(place, names if is_alone else _named(names, older))
+                _remove_unnamed(place, names if is_alone else _names_in_manifest(names, older))
 
     def _replace_manifest(self, manifest: bytes) -> None:
         """Replace the manifest; the page of the older recording goes with it."""
@@ -219,7 +219,7 @@ class Draft:
             aside.unlink()
 
 
-def _state(place: Place) -> State | None:
+def _manifest_state(place: Place) -> State | None:
     """Return the state of the manifest; None where files have none, or it is gone."""
     try:
         return place.state(MANIFEST) if isinstance(place, LocalPlace) else None
@@ -227,14 +227,14 @@ def _state(place: Place) -> State | None:
         return None
 
 
-def _manifest(place: Place) -> bytes:
+def _read_manifest(place: Place) -> bytes:
     try:
         return place.read(MANIFEST)
     except FileNotFoundError:
         return b""
 
 
-def _named(names: list[str], manifest: bytes) -> list[str]:
+def _names_in_manifest(names: list[str], manifest: bytes) -> list[str]:
     """List the names that a manifest has as JSON texts. Its own name counts."""
     return [name for name in names if name == MANIFEST or f'"{name}"'.encode() in manifest]
 
@@ -243,7 +243,7 @@ def _remove_unnamed(place: Place, names: list[str]) -> None:
     """Remove files that neither the manifest names nor a living writer has written."""
     marks = {match[1]: name for name in names if (match := _MARK.fullmatch(name))}
     living = [token for token, name in marks.items() if _is_locked(place, name)]
-    named = _named(names, _manifest(place))
+    named = _names_in_manifest(names, _read_manifest(place))
     for name in filter(_OURS.fullmatch, names):
         if name not in named and not any(token in name for token in living):
             remove = place.remove_folder if RANK.fullmatch(name) else place.remove

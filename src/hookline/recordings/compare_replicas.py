@@ -13,19 +13,19 @@ from hookline.files.safetensors_file import flat_bytes
 from hookline.recordings.join_dtensor_parts import Layout
 
 # The part that a rank has a copy of, and a hash of its numbers; None where no other rank has it.
-CopyText = list[str] | None
+ReplicaFingerprint = list[str] | None
 
 
-def copies_of(tensors: Sequence[Tensor]) -> list[CopyText]:
+def fingerprint_replicas(tensors: Sequence[Tensor]) -> list[ReplicaFingerprint]:
     """Describe the copies that this rank has, one for each tensor."""
-    texts: list[CopyText] = []
+    texts: list[ReplicaFingerprint] = []
     for tensor in tensors:
         layout = Layout.from_json(layout_json(tensor)) if is_dtensor(tensor) else None
-        texts.append(None if layout is None else copy_text(layout, local_part(tensor)))
+        texts.append(None if layout is None else fingerprint_replica(layout, local_part(tensor)))
     return texts
 
 
-def copy_text(layout: Layout, part: Tensor) -> CopyText:
+def fingerprint_replica(layout: Layout, part: Tensor) -> ReplicaFingerprint:
     """Describe a part of which several ranks have copies; None for other parts."""
     pairs = zip(layout.mesh, layout.placements, strict=True)
     has_copies = any(n > 1 and row[0] == "replicate" for n, row in pairs)
@@ -37,17 +37,17 @@ def copy_text(layout: Layout, part: Tensor) -> CopyText:
     return [f"{layout.first} {here}", hashlib.blake2b(numbers.data, digest_size=16).hexdigest()]
 
 
-def warn_of_unlike_copies(
-    question: str, ranks: Sequence[int], copies: Sequence[Sequence[CopyText]]
+def warn_of_unequal_replicas(
+    question: str, ranks: Sequence[int], fingerprints: Sequence[Sequence[ReplicaFingerprint]]
 ) -> None:
     """Warn where two ranks have unlike copies of one part.
 
     Args:
         question: the look-up as code, for messages.
         ranks: the ranks.
-        copies: of each rank, the description of its copy of each tensor.
+        fingerprints: of each rank, the description of its copy of each tensor.
     """
-    for column in zip(*copies, strict=True):
+    for column in zip(*fingerprints, strict=True):
         first: dict[str, tuple[int, str]] = {}
         for rank, copy in zip(ranks, column, strict=True):
             if copy is None:

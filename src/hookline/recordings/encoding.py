@@ -71,7 +71,7 @@ def encode(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
     if value is None or isinstance(value, bool | int | str | float):
         return _encode_plain(value, lost)
     if isinstance(value, NotSaved):
-        return _lost(value.what, lost)
+        return _encode_lost(value.what, lost)
     if isinstance(value, torch.Size):
         return {"size": list(value)}
     if isinstance(value, torch.dtype | torch.device):
@@ -86,28 +86,28 @@ def _encode_plain(value: bool | int | str | float | None, lost: Lost) -> Any:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         plain = int(value) if isinstance(value, int) else float(value)
     if type(value) is not type(plain):  # such as an enum, or a number of NumPy
-        lost(f"the class {_name_of(value)}, which became {type(plain).__name__}")
+        lost(f"the class {_type_name(value)}, which became {type(plain).__name__}")
     # Exact, and JSON has no nan or inf.
     return {"float": plain.hex()} if isinstance(plain, float) else plain
 
 
-def _name_of(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _lost(description: str, lost: Lost) -> dict[str, Any]:
+def _encode_lost(description: str, lost: Lost) -> dict[str, Any]:
     lost(description)
     return {"lost": description}
 
 
 def _encode_parts(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
-    kind = _kind_of(value)
-    type_name = value.type_name if isinstance(value, Fields) else _name_of(value)
+    kind = _container_kind(value)
+    type_name = value.type_name if isinstance(value, Fields) else _type_name(value)
     if kind is None:
-        return _lost(type_name, lost)
-    if kind in ("set", "frozenset") and not all(map(_is_member, value)):
+        return _encode_lost(type_name, lost)
+    if kind in ("set", "frozenset") and not all(map(_decodes_to_hashable, value)):
         why = "a member would come back as what a set cannot hold: use a tuple"
-        return _lost(f"{type_name} ({why})", lost)
+        return _encode_lost(f"{type_name} ({why})", lost)
     # Types that come back unchanged, or with another class of the same structure.
     usual = (dict, OrderedDict) if kind == "dict" else (_BASES.get(kind, type(value)),)
     if type(value) not in usual:
@@ -116,14 +116,14 @@ def _encode_parts(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
     if kind == "namedtuple" and len(parts) > MOST_FIELDS:
         kind = "fields"
         lost(f"the named tuple {type_name} of {len(parts)} fields, which became Fields")
-    keys = _keys([key for key, _ in parts], lost)
+    keys = _encode_keys([key for key, _ in parts], lost)
     encoded = [
         [key, encode(part, store_tensor, lost)] for key, (_, part) in zip(keys, parts, strict=True)
     ]
     return {kind: encoded, "type": type_name}
 
 
-def _kind_of(value: Any) -> str | None:
+def _container_kind(value: Any) -> str | None:
     """Return the kind of container that a value decodes to; None if it cannot be encoded."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "namedtuple"
@@ -140,13 +140,13 @@ _BASES: dict[str, type] = {
 }  # fmt: skip
 
 
-def _keys(keys: list[Any], lost: Lost) -> list[Any]:
+def _encode_keys(keys: list[Any], lost: Lost) -> list[Any]:
     """Encode the keys of a value as distinct JSON keys; report keys that became text to `lost`."""
     encoded = []
     texts = {key for key in keys if isinstance(key, str)}
     for key in keys:
-        if _is_plain_key(key):
-            encoded.append(key if isinstance(key, str | int) else encode(key, _no_tensor, lost))
+        if _decodes_to_equal(key):
+            encoded.append(key if isinstance(key, str | int) else encode(key, _refuse_tensor, lost))
             continue
         text = repr(key)
         while text in texts:  # another key has the same text
@@ -157,23 +157,23 @@ def _keys(keys: list[Any], lost: Lost) -> list[Any]:
     return encoded
 
 
-def _is_member(part: Any) -> bool:
+def _decodes_to_hashable(part: Any) -> bool:
     """Return whether a member of a set decodes to a hashable value; Fields and lists do not."""
     if isinstance(part, tuple | frozenset) and not hasattr(part, "_fields"):
-        return all(map(_is_member, part))
-    return isinstance(part, Tensor) or _is_plain_key(part)
+        return all(map(_decodes_to_hashable, part))
+    return isinstance(part, Tensor) or _decodes_to_equal(part)
 
 
-def _is_plain_key(key: Any) -> bool:
+def _decodes_to_equal(key: Any) -> bool:
     """Return whether a key of a dict decodes to an equal key."""
     if type(key) is tuple:
-        return all(map(_is_plain_key, key))
+        return all(map(_decodes_to_equal, key))
     return key is None or isinstance(
         key, str | int | float | torch.dtype | torch.device | torch.Size
     )
 
 
-def _no_tensor(tensor: Any) -> Any:
+def _refuse_tensor(tensor: Any) -> Any:
     raise TypeError("a tensor cannot be part of a key")
 
 
@@ -182,7 +182,7 @@ def _encode_tensor(value: Tensor, store_tensor: StoreTensor, lost: Lost) -> Any:
     of_shard = {SHARD: layout_json(value)} if is_dtensor(value) else {}
     value = local_part(value)
     if not _is_storable(value):
-        return _lost(f"{describe.in_full(value)}, {value.layout}", lost)
+        return _encode_lost(f"{describe.in_full(value)}, {value.layout}", lost)
     tensor = value.detach()
     if tensor.is_conj() or tensor.is_neg():  # lazy views: their memory holds other numbers
         tensor = tensor.resolve_conj().resolve_neg()
@@ -214,7 +214,7 @@ def holds_shard(data: Any) -> bool:
     return isinstance(data, dict) and (SHARD in data or any(map(holds_shard, data.values())))
 
 
-def with_tensors(data: Any, rename: Callable[[str], str]) -> Any:
+def rename_tensors(data: Any, rename: Callable[[str], str]) -> Any:
     """Return an encoded value with other names of its tensors; layouts and types stay.
 
     Raises:
@@ -227,16 +227,18 @@ def with_tensors(data: Any, rename: Callable[[str], str]) -> Any:
         return {**data, kind: rename(data[kind])}
     if kind in _OF_DATA:
         return data
-    return {**data, kind: [[key, with_tensors(part, rename)] for key, part in data[kind]]}
+    return {**data, kind: [[key, rename_tensors(part, rename)] for key, part in data[kind]]}
 
 
-def decode(data: Any, get: Callable[[str], Tensor], parts: dict[int, Part] | None = None) -> Any:
+def decode(
+    data: Any, get_tensor: Callable[[str], Tensor], part_by_id: dict[int, Part] | None = None
+) -> Any:
     """Decode a value.
 
     Args:
         data: the encoded value.
-        get: returns a tensor by name.
-        parts: takes the tensors that were parts of DTensors, with their layouts, by their `id()`.
+        get_tensor: returns a tensor by name.
+        part_by_id: takes the tensors that were parts of DTensors, with their layouts, by `id()`.
 
     Raises:
         ValueError: the data was not written by `encode`.
@@ -247,29 +249,29 @@ def decode(data: Any, get: Callable[[str], Tensor], parts: dict[int, Part] | Non
         raise ValueError(f"not an encoded value: {data!r}")
     kind = next(iter(data))
     if kind in ("tensor", "complex"):
-        tensor = get(data[kind])
+        tensor = get_tensor(data[kind])
         if kind == "complex":
-            tensor = _complex(tensor)
-        return _noted(tensor, data, parts)
+            tensor = _view_as_complex(tensor)
+        return _note_layout(tensor, data, part_by_id)
     if kind in _OF_DATA:
         return _OF_DATA[kind](data[kind])
-    values = [decode(part, get, parts) for _, part in data[kind]]
+    values = [decode(part, get_tensor, part_by_id) for _, part in data[kind]]
     if kind in _OF_PARTS:
         return _OF_PARTS[kind](values)
-    keys = [decode(key, _no_tensor) for key, _ in data[kind]]
+    keys = [decode(key, _refuse_tensor) for key, _ in data[kind]]
     name = str(data.get("type", "Fields")).rpartition(".")[2]
     if kind == "dict":
-        return _distinct(dict(zip(keys, values, strict=True)), keys)
+        return _check_distinct(dict(zip(keys, values, strict=True)), keys)
     if kind == "namedtuple":
         return _named_tuple(name, tuple(map(str, keys)))(*values)
     if kind == "fields":
         fields = Fields(zip(map(str, keys), values, strict=True))
         fields.type_name = name
-        return _distinct(fields, keys)
+        return _check_distinct(fields, keys)
     raise ValueError(f"not an encoded value: {kind!r}")
 
 
-def _complex(pairs: Tensor) -> Tensor:
+def _view_as_complex(pairs: Tensor) -> Tensor:
     """View pairs of numbers as complex ones.
 
     torch's functions of complex128 end the process where an address is no multiple of 16, as in a
@@ -279,17 +281,17 @@ def _complex(pairs: Tensor) -> Tensor:
     return torch.view_as_complex(pairs if is_aligned else pairs.clone())
 
 
-def _noted(tensor: Tensor, data: Any, parts: dict[int, Part] | None) -> Tensor:
+def _note_layout(tensor: Tensor, data: Any, part_by_id: dict[int, Part] | None) -> Tensor:
     """Note the layout of a tensor, as a view of its own: two layouts may share a tensor."""
-    layout = None if parts is None or SHARD not in data else Layout.from_json(data[SHARD])
-    if parts is None or layout is None:
+    layout = None if part_by_id is None or SHARD not in data else Layout.from_json(data[SHARD])
+    if part_by_id is None or layout is None:
         return tensor
     view = tensor.view_as(tensor)
-    parts[id(view)] = layout, view
+    part_by_id[id(view)] = layout, view
     return view
 
 
-def _dtype(name: Any) -> torch.dtype:
+def _decode_dtype(name: Any) -> torch.dtype:
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"not a dtype: {name!r}")
@@ -301,15 +303,15 @@ _OF_DATA: dict[str, Callable[[Any], Any]] = {
     "float": float.fromhex,
     "size": torch.Size,
     "device": lambda name: torch.device(str(name)),
-    "dtype": _dtype,
+    "dtype": _decode_dtype,
     "lost": lambda description: NotSaved(str(description)),
 }
 
 
-def _members(values: list[Any]) -> set[Any]:
+def _decode_set(values: list[Any]) -> set[Any]:
     """Return the members as a set."""
     try:
-        members: set[Any] = _distinct(set(values), values)
+        members: set[Any] = _check_distinct(set(values), values)
     except TypeError as error:
         raise ValueError(f"not the members of a set: {error}") from None
     return members
@@ -320,12 +322,12 @@ _OF_PARTS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "list": list,
     "userlist": UserList,
-    "set": _members,
-    "frozenset": lambda values: frozenset(_members(values)),
+    "set": _decode_set,
+    "frozenset": lambda values: frozenset(_decode_set(values)),
 }
 
 
-def _distinct(value: Any, keys: list[Any]) -> Any:
+def _check_distinct(value: Any, keys: list[Any]) -> Any:
     if len(value) != len(keys):
         raise ValueError("a value must have each key once")
     return value

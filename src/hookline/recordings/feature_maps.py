@@ -38,7 +38,7 @@ class Grid(NamedTuple):
     width: int
     n_prefix: int = 0  # the number of tokens before the tokens of the picture
 
-    def read(self, value: Tensor) -> Tensor:
+    def to_maps(self, value: Tensor) -> Tensor:
         """Return the value as maps, shape `(batch, channels, height, width)`."""
         if self.form == "channels first":
             return value
@@ -48,7 +48,7 @@ class Grid(NamedTuple):
         return value.permute(0, 3, 1, 2)
 
 
-def grid_of(
+def find_grid(
     value: Tensor,
     n_images: int,
     size: Size,
@@ -72,19 +72,19 @@ def grid_of(
         return None
     if len(shape) == 4:
         is_first = module_type not in _LAST and channels.are_second(shape)
-        return _maps(shape, size, module_type, is_first=is_first, is_named=is_named)
+        return _choose_channel_grid(shape, size, module_type, is_first=is_first, is_named=is_named)
     # A last dimension of 1 is pooled channels, and not tokens.
-    return _tokens(shape[1], size) if len(shape) == 3 and shape[2] > 1 else None
+    return _find_token_grid(shape[1], size) if len(shape) == 3 and shape[2] > 1 else None
 
 
-def _maps(
+def _choose_channel_grid(
     shape: tuple[int, ...], size: Size, module_type: str, *, is_first: bool, is_named: bool
 ) -> Grid | None:
     first, last = Grid("channels first", *shape[2:]), Grid("channels last", *shape[1:3])
     is_first = is_first or module_type in _FIRST
-    is_last = module_type in _LAST or _misfit(last, size) < _misfit(first, size)
-    best = last if is_last and not is_first and _fits(last, size) else first
-    is_read = is_named or _fits(best, size) or (is_first and min(shape[2:]) > 1)
+    is_last = module_type in _LAST or _aspect_error(last, size) < _aspect_error(first, size)
+    best = last if is_last and not is_first and _fits_aspect_ratio(last, size) else first
+    is_read = is_named or _fits_aspect_ratio(best, size) or (is_first and min(shape[2:]) > 1)
     return best if best.height * best.width > 1 and is_read else None
 
 
@@ -103,16 +103,16 @@ def channels_of(model: nn.Module) -> Channels:
     return Channels(frozenset(second), frozenset(last))
 
 
-def _fits(grid: Grid, size: Size) -> bool:
+def _fits_aspect_ratio(grid: Grid, size: Size) -> bool:
     """Tell whether maps have the images' aspect ratio, up to a row or column on either side."""
-    return _misfit(grid, size) <= 2 * sum(size)
+    return _aspect_error(grid, size) <= 2 * sum(size)
 
 
-def _misfit(grid: Grid, size: Size) -> int:
+def _aspect_error(grid: Grid, size: Size) -> int:
     return abs(grid.height * size[1] - grid.width * size[0])
 
 
-def _tokens(n_tokens: int, size: Size) -> Grid | None:
+def _find_token_grid(n_tokens: int, size: Size) -> Grid | None:
     """Find the grid of a picture's tokens: square patches that cover it, after prefix tokens."""
     height, width = size
     grids = {(height // side, width // side) for side in range(1, min(size) + 1)}
@@ -135,15 +135,15 @@ def gradcam(activations: Tensor, gradients: Tensor) -> Tensor:
     Returns:
         The sum over channels, shape `(batch, height, width)`.
     """
-    return weighted(activations, gradients.mean((2, 3)))
+    return sum_weighted_channels(activations, gradients.mean((2, 3)))
 
 
-def weighted(maps: Tensor, weights: Tensor) -> Tensor:
+def sum_weighted_channels(maps: Tensor, weights: Tensor) -> Tensor:
     """Sum maps over channels by weights of shape `(batch, channels)`."""
     return (maps * weights[:, :, None, None]).sum(1)
 
 
-def scores_in(output: Any) -> Tensor | None:
+def class_scores_in(output: Any) -> Tensor | None:
     """Return the class scores in a model's output, shape `(batch, classes)`; None without any.
 
     They are the output itself, its `logits`, or the first element of a tuple or list.

@@ -24,7 +24,7 @@ from hookline.statistics.value_statistics import main_tensor, measured_tensors
 RecordedValue = firing_order.RecordedValue
 
 
-def walk(source: Source) -> Iterator[RecordedValue]:
+def walk_values(source: Source) -> Iterator[RecordedValue]:
     """Yield the values of a recording or a pass in firing order, without reading them.
 
     If several backward passes went over a pass, their gradients follow it, one pass at a time.
@@ -64,7 +64,7 @@ class Skipped:
     why: str
 
 
-def look_up(source: Source, key: Key, name: str = "") -> Value:
+def look_up_main_tensor(source: Source, key: Key, name: str = "") -> Value:
     """Look up the main tensor of the only value of a site.
 
     Args:
@@ -77,17 +77,17 @@ def look_up(source: Source, key: Key, name: str = "") -> Value:
         AmbiguousError: the site has several values; the message says what to pass to the figure.
         InputError: the value holds no tensor.
     """
-    value, unread = _look_up(source, key, name)
-    return _with_tensor(unread, value, main_tensor(value))
+    value, unread = _look_up_value(source, key, name)
+    return _make_value(unread, value, main_tensor(value))
 
 
-def look_up_all(source: Source, key: Key) -> list[Value]:
+def look_up_tensors(source: Source, key: Key) -> list[Value]:
     """Look up every tensor that is measured of the only value of a site; errors as in `look_up`."""
-    value, unread = _look_up(source, key, "")
-    return _with_tensors(unread, value)
+    value, unread = _look_up_value(source, key, "")
+    return _make_values(unread, value)
 
 
-def _look_up(source: Source, key: Key, name: str) -> tuple[Any, _Unread]:
+def _look_up_value(source: Source, key: Key, name: str) -> tuple[Any, _ValueName]:
     """Return the only value of a site, and what names it."""
     check_source(source)
     if isinstance(key, Selection):
@@ -95,26 +95,26 @@ def _look_up(source: Source, key: Key, name: str) -> tuple[Any, _Unread]:
     try:
         value = source[key]
     except AmbiguousError as error:
-        raise AmbiguousError(_one_of_several(source, key, name, error)) from None
+        raise AmbiguousError(_ambiguous_text(source, key, name, error)) from None
     where = ""
     if isinstance(source, PassRecord):
         where = f"pass {source.number}"
     elif len(source.passes) > 1:
         where = f"pass {next(record.number for record in source.passes if key in record)}"
     module_type = (key.module_type if isinstance(key, Site) else "") or _type_of(source, str(key))
-    return value, _Unread(as_written(str(key)), module_type, where)
+    return value, _ValueName(as_written(str(key)), module_type, where)
 
 
-def _one_of_several(source: Source, key: Key, name: str, error: AmbiguousError) -> str:
+def _ambiguous_text(source: Source, key: Key, name: str, error: AmbiguousError) -> str:
     """Return the message that says what to pass in place of a site with several values."""
-    code, single_key = source.one_of_several(key)
+    code, single_key = source.suggest_one_value(key)
     arguments = [f"{name or 'run'}{code} as {name or 'the recording'}"] * bool(code)
     arguments += [f"{single_key!r} as the site"] * (single_key != str(key))
     several = f"{name}: " * bool(name) + str(error).splitlines()[0]
     return f"{several}\nGive {' and '.join(arguments)}."
 
 
-def one_pass(source: Source, name: str = "") -> PassRecord:
+def only_pass(source: Source, name: str = "") -> PassRecord:
     """Return the source if it is a pass, or the only pass of a recording.
 
     Args:
@@ -147,12 +147,12 @@ def tensors_of(record: PassRecord) -> Iterator[tuple[str, Value | Skipped]]:
 
     The key of a value with one such tensor is its site, and else has the leaf, too.
     """
-    for recorded in walk(record):
+    for recorded in walk_values(record):
         suffix = "" if recorded.backward is None else f", backward {recorded.backward}"
         key = recorded.key + suffix
         try:
-            values = _with_tensors(
-                _Unread(recorded.key, recorded.site.module_type), recorded.read()
+            values = _make_values(
+                _ValueName(recorded.key, recorded.site.module_type), recorded.read()
             )
         except OverwrittenError:
             yield key, Skipped(key, "overwritten in place after recording without copy=True")
@@ -165,7 +165,7 @@ def tensors_of(record: PassRecord) -> Iterator[tuple[str, Value | Skipped]]:
                 yield key if len(values) == 1 else label, replace(value, label=label)
 
 
-def chosen_values(source: Source, sites: Any) -> tuple[list[Value], list[Skipped]]:
+def values_to_draw(source: Source, sites: Any) -> tuple[list[Value], list[Skipped]]:
     """Return the values to draw and those that cannot be drawn: of all sites, or of named ones.
 
     Raises:
@@ -174,10 +174,10 @@ def chosen_values(source: Source, sites: Any) -> tuple[list[Value], list[Skipped
     """
     entries: list[Value | Skipped]
     if sites is None:
-        entries = [value for _, value in tensors_of(one_pass(source))]
+        entries = [value for _, value in tensors_of(only_pass(source))]
     else:
         keys = [sites] if isinstance(sites, str | Site) else sites
-        entries = [value for key in keys for value in look_up_all(source, key)]
+        entries = [value for key in keys for value in look_up_tensors(source, key)]
     values = [value for value in entries if isinstance(value, Value)]
     skipped = [value for value in entries if isinstance(value, Skipped)]
     if not values:
@@ -189,7 +189,7 @@ def chosen_values(source: Source, sites: Any) -> tuple[list[Value], list[Skipped
     return values, skipped
 
 
-def not_drawn(skipped: list[Skipped]) -> str:
+def skipped_text(skipped: list[Skipped]) -> str:
     """Say which values a figure leaves out, and why; return an empty text if there are none."""
     if not skipped:
         return ""
@@ -204,7 +204,7 @@ def not_drawn(skipped: list[Skipped]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unread:
+class _ValueName:
     """Name a value that is not read: `Value` without its tensor."""
 
     label: str
@@ -212,12 +212,12 @@ class _Unread:
     where: str = ""
 
 
-def _with_tensors(unread: _Unread, value: Any) -> list[Value]:
+def _make_values(unread: _ValueName, value: Any) -> list[Value]:
     tensors: list[Tensor | None] = [tensor for _, tensor in measured_tensors(value)]
-    return [_with_tensor(unread, value, tensor) for tensor in tensors or [None]]
+    return [_make_value(unread, value, tensor) for tensor in tensors or [None]]
 
 
-def _with_tensor(unread: _Unread, value: Any, tensor: Tensor | None) -> Value:
+def _make_value(unread: _ValueName, value: Any, tensor: Tensor | None) -> Value:
     """Name a tensor of a value; refuse one without numbers."""
     label = unread.label
     if tensor is None:

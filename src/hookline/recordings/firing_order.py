@@ -37,7 +37,7 @@ class RecordedValue:
             OverwrittenError: the value was changed in place after it was recorded.
             FolderError: the folder is gone or damaged.
         """
-        return self.record[self._numbered]
+        return self.record[self._site_with_call]
 
     def outline(self) -> Any:
         """Return the value's structure; a value in a folder has meta tensors without data.
@@ -45,21 +45,21 @@ class RecordedValue:
         Raises:
             FolderError: the folder is gone or damaged.
         """
-        return self.record.outline(self._numbered)
+        return self.record.outline(self._site_with_call)
 
     def holds_shard(self) -> bool:
         """Return whether a tensor of the value is this rank's part of a DTensor."""
-        return self.record.holds_shard(self._numbered)
+        return self.record.holds_shard(self._site_with_call)
 
     def part(self) -> str:
         """Say which part of a DTensor the value is; empty if it is whole."""
         if not self.holds_shard():
             return ""
-        layouts = [layout for layout in self.record.layouts(self._numbered) if layout.at]
+        layouts = [layout for layout in self.record.layouts(self._site_with_call) if layout.at]
         return " and ".join(dict.fromkeys(layout.part for layout in layouts if layout.part))
 
     @property
-    def _numbered(self) -> Site:
+    def _site_with_call(self) -> Site:
         return self.site if self.site.call is not None else replace(self.site, call=self.call)
 
 
@@ -96,11 +96,11 @@ def is_readable(tensor: Tensor) -> bool:
         return True
     if tensor.layout is not torch.strided and not tensor.is_nested:
         return tensor.numel() <= DENSE_NUMEL
-    return _has_numbers(tensor.dtype)
+    return _is_castable(tensor.dtype)
 
 
 @functools.cache
-def _has_numbers(dtype: torch.dtype) -> bool:
+def _is_castable(dtype: torch.dtype) -> bool:
     try:
         wide = torch.complex128 if dtype.is_complex else torch.float64
         torch.empty(1, dtype=dtype, device="cpu").to(wide)

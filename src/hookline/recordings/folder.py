@@ -47,17 +47,17 @@ from hookline.files.place import LocalPlace, Place
 from hookline.files.reading import DAMAGE, reading
 from hookline.files.safetensors_file import encode_tensors
 from hookline.files.sealed_json import MANIFEST, checksum_of, sealed, unsealed
-from hookline.recordings.atomic_replace import RANK, RECORDING, Draft, check_target, target_of
+from hookline.recordings.atomic_replace import RANK, RECORDING, Draft, check_target, resolve_target
 from hookline.recordings.encoding import Lost, encode
 from hookline.recordings.log_entries import Contents, Entry, PartialGradients, PassContents
-from hookline.recordings.stored_values import REMEDY, Files, Stored
+from hookline.recordings.stored_values import REMEDY, Stored, TensorFiles
 
 _MOST_RUNS = 10**9  # of a key: `fc#pass999999999`
 _FILE_TENSORS = 100_000  # their header takes about 8 MB
 
 
 @final
-class _Writer:
+class _TensorWriter:
     """A buffer of tensors that writes a file whenever it is full.
 
     The names of the files have the token of the draft in them: an open older recording must not
@@ -102,17 +102,17 @@ class _Writer:
         self._pending, self._bytes, self._names, self._alive = [], 0, {}, []
 
 
-def write(folder: str | os.PathLike[str], contents: Contents) -> Path | str:
+def write_recording(folder: str | os.PathLike[str], contents: Contents) -> Path | str:
     """Write a recording, replace an older one there, and return the folder's path or URL.
 
     Raises:
         FolderError: the folder holds other files, or the disk is full or read-only. Nothing is
             left half-written.
     """
-    place = target_of(folder)
+    place = resolve_target(folder)
     try:
         with Draft(place) as draft:
-            draft.commit(write_contents(place, draft.token, contents))
+            draft.commit(write_tensor_files(place, draft.token, contents))
     except FolderError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -128,17 +128,17 @@ def path_of(place: Place) -> Path | str:
     return place.folder if isinstance(place, LocalPlace) else str(place)
 
 
-def read(place: Place, manifest: Mapping[str, Any]) -> Contents:
+def parse_manifest(place: Place, manifest: Mapping[str, Any]) -> Contents:
     """Parse a manifest; the values are read on look-up."""
     try:
-        return _read_contents(place, manifest)
+        return _parse_contents(place, manifest)
     except DAMAGE as error:
         raise FolderError(
             f"{place}/{MANIFEST} is damaged: {type(error).__name__} {first_line(error)}.\n{REMEDY}"
         ) from error
 
 
-def write_contents(place: Place, token: str, contents: Contents) -> bytes:
+def write_tensor_files(place: Place, token: str, contents: Contents) -> bytes:
     """Write a recording's tensors to files that no manifest names yet, and return the manifest.
 
     The names of the files have the token in them.
@@ -146,9 +146,9 @@ def write_contents(place: Place, token: str, contents: Contents) -> bytes:
     Raises:
         OSError, ValueError, RecursionError: the recording cannot be written.
     """
-    writer = _Writer(place, token)
+    writer = _TensorWriter(place, token)
     lost: list[str] = list(contents.lost)
-    notes = [partial(_note, lost, str(site)) for site in contents.sites]
+    notes = [partial(_note_loss, lost, str(site)) for site in contents.sites]
     passes = []
     settings: list[Settings | None] = []
     for number, failed, entries, of_pass in contents.passes:
@@ -156,7 +156,7 @@ def write_contents(place: Place, token: str, contents: Contents) -> bytes:
         for entry in entries:
             weight = None if entry.weight is None else float(entry.weight)
             origin = [] if entry.call is None else [entry.call, entry.backward, weight]
-            value = _encoded(entry.value, writer, notes[entry.site])
+            value = _encode_value(entry.value, writer, notes[entry.site])
             encoded.append([entry.site, value, *origin])
         if of_pass not in settings:
             settings.append(of_pass)
@@ -190,9 +190,9 @@ def write_contents(place: Place, token: str, contents: Contents) -> bytes:
     return manifest_bytes(manifest)
 
 
-def _encoded(value: Any, writer: _Writer, lost: Lost) -> Any:
+def _encode_value(value: Any, writer: _TensorWriter, lost: Lost) -> Any:
     if isinstance(value, Stored):  # what it has lost is known
-        return value.encoded(writer.put)
+        return value.encode(writer.put)
     if isinstance(value, PartialGradients):
         value = value.load()
     return encode(value, writer.put, lost)
@@ -215,7 +215,7 @@ def read_manifest(place: Place) -> dict[str, Any]:
     try:
         with reading(path):
             data = place.read(MANIFEST)
-        manifest: dict[str, Any] = json.loads(data, object_hook=_Sites().note)
+        manifest: dict[str, Any] = json.loads(data, object_hook=_SeenSites().refuse_repeat)
     except DAMAGE as error:
         raise FolderError(f"{path} cannot be read: {first_line(error)}.\n{REMEDY}") from error
     RECORDING.check(manifest, place)
@@ -226,7 +226,7 @@ def read_manifest(place: Place) -> dict[str, Any]:
     return manifest
 
 
-class _Sites:
+class _SeenSites:
     """The set of sites that a manifest has listed so far.
 
     Duplicates are refused while parsing: a file that repeats a site 300,000 times takes seconds.
@@ -235,7 +235,7 @@ class _Sites:
     def __init__(self) -> None:
         self._sites: set[Any] = set()
 
-    def note(self, row: dict[str, Any]) -> dict[str, Any]:
+    def refuse_repeat(self, row: dict[str, Any]) -> dict[str, Any]:
         """Note the site of a JSON object; other objects are returned unchanged."""
         if "path" in row and "port" in row:
             leaf = tuple(row.get("leaf", ()))
@@ -246,11 +246,11 @@ class _Sites:
         return row
 
 
-def _note(lost: list[str], site: str, part: str) -> None:
+def _note_loss(lost: list[str], site: str, part: str) -> None:
     lost.append(f"{site}: {part}")
 
 
-def _read_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
+def _parse_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
     by_text: dict[str, Site] = {}
     for site in map(_read_site, manifest["sites"]):
         text = str(site)
@@ -258,7 +258,7 @@ def _read_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
             raise ValueError(f"each site must be listed once, got {text!r} twice")
         by_text[text] = site
     sites = tuple(by_text.values())
-    files = Files(place, manifest["checksums"])
+    files = TensorFiles(place, manifest["checksums"])
     passes = []
     settings = [
         None if row is None else Settings.from_json(row) for row in manifest.get("settings", ())
@@ -268,8 +268,8 @@ def _read_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
             raise ValueError("the failed state of a pass must be null, true or false")
         entries = [_read_entry(files, sites, *value) for value in row["values"]]
         # hookline before 0.2.0 wrote no settings
-        of_pass = settings[_number(row["settings"])] if settings else None
-        passes.append(PassContents(_number(row["number"]), row["failed"], entries, of_pass))
+        of_pass = settings[_checked_number(row["settings"])] if settings else None
+        passes.append(PassContents(_checked_number(row["number"]), row["failed"], entries, of_pass))
     fields = manifest["report"]
     report = Report(
         name=str(fields["name"]),
@@ -279,8 +279,8 @@ def _read_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
         ended=True,
         sites=sites,
         counts=tuple(int(count) for _, count in zip(sites, fields["fired"], strict=True)),
-        why={_named(text, by_text): str(why) for text, why in fields["why"].items()},
-        excused=frozenset(_named(text, by_text) for text in fields["excused"]),
+        why={_site_of_text(text, by_text): str(why) for text, why in fields["why"].items()},
+        excused=frozenset(_site_of_text(text, by_text) for text in fields["excused"]),
     )
     modules = {str(path): str(kind) for path, kind in manifest["modules"]}
     lost = [str(item) for item in manifest["lost"]]
@@ -288,13 +288,13 @@ def _read_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
     return Contents(report, sites, passes, lost, modules, model)
 
 
-def _named(text: str, by_text: Mapping[str, Site]) -> Site:
+def _site_of_text(text: str, by_text: Mapping[str, Site]) -> Site:
     """Return the site with a text; hookline before 0.1.0 wrote the root as `:output`."""
     return by_text[text if text in by_text else as_written(text)]
 
 
 def _read_entry(
-    files: Files, sites: tuple[Site, ...], number: int, data: Any, *origin: Any
+    files: TensorFiles, sites: tuple[Site, ...], number: int, data: Any, *origin: Any
 ) -> Entry:
     call, backward, weight = origin or (None, None, None)
     if number < 0:
@@ -303,13 +303,13 @@ def _read_entry(
         int(number),
         Stored(files, data, sites[number]),
         None,
-        None if call is None else _number(call),
+        None if call is None else _checked_number(call),
         None if backward is None else int(backward),
         None if weight is None else float(weight),
     )
 
 
-def _number(value: Any) -> int:
+def _checked_number(value: Any) -> int:
     """Return the number of a pass or of a call, as a key may have it."""
     if type(value) is not int or not 0 <= value < _MOST_RUNS:
         raise ValueError(f"the number of a pass or call must be from 0 up, got {value!r:.80}")
@@ -322,7 +322,7 @@ def _read_site(row: Mapping[str, Any]) -> Site:
     is_sound = (
         all(isinstance(text, str) for text in texts)
         and all(isinstance(key, str | int) for key in leaf)
-        and (call is None or _number(call) == call)
+        and (call is None or _checked_number(call) == call)
         and row["port"] in PORTS
     )
     if not is_sound:
@@ -330,13 +330,17 @@ def _read_site(row: Mapping[str, Any]) -> Site:
     return Site(row["path"], row["port"], tuple(leaf), call, tuple(aliases), row["type"])
 
 
-def is_one_of_many(group: Any) -> bool:
+def has_several_ranks(group: Any) -> bool:
     """Return whether this process is one of several ranks of a group."""
     return has_process_group() and dist.get_world_size(group) > 1
 
 
 def write_ranks(
-    folder: str | os.PathLike[str], find: Any, sites: tuple[Site, ...], group: Any, timeout: float
+    folder: str | os.PathLike[str],
+    find: Any,
+    sites: tuple[Site, ...],
+    group: Any,
+    timeout: float,
 ) -> tuple[Path | str, Contents]:
     """Write this rank's recording into the folder of all ranks. A collective.
 
@@ -348,8 +352,8 @@ def write_ranks(
         FolderError: a rank could not write. Nothing is left behind.
     """
     question = f"run.save({os.fspath(folder)!r})"
-    meeting = _Meeting(question, ranks_of(group, question), timeout)
-    place = target_of(folder)
+    meeting = _RankGroup(question, ranks_of(group, question), timeout)
+    place = resolve_target(folder)
     draft = Draft(place, leads=dist.get_rank() == meeting.ranks[0])
     contents: Contents
 
@@ -358,36 +362,36 @@ def write_ranks(
         check_target(folder)
         contents = find()
         texts = [str(site) for site in sites]
-        return {"sites": texts, "model": _digest(contents), "token": draft.token}
+        return {"sites": texts, "model": _hash_modules(contents), "token": draft.token}
 
-    answers = meeting.share(begin)
-    _check_sites(meeting, answers)
+    answers = meeting.gather_results(begin)
+    _check_same_sites(meeting, answers)
     draft.token = answers[0]["token"]
     with ExitStack() as stack:
 
         def write_part() -> dict[str, Any]:
             stack.enter_context(draft)
-            part = place / _name_of(dist.get_rank(), draft)
-            manifest = write_contents(part, draft.token, contents)
+            part = place / _rank_folder_name(dist.get_rank(), draft)
+            manifest = write_tensor_files(part, draft.token, contents)
             part.write(MANIFEST, [manifest])
             return {"checksum": checksum_of(manifest)}
 
-        sums = [answer["checksum"] for answer in meeting.share(write_part)]
+        sums = [answer["checksum"] for answer in meeting.gather_results(write_part)]
         # The first rank writes the manifest of all parts; all ranks learn whether that worked.
-        meeting.share(partial(_commit, meeting.ranks, draft, place, sums))
+        meeting.gather_results(partial(_commit, meeting.ranks, draft, place, sums))
     return path_of(place), contents
 
 
 @final
 @dataclass(frozen=True)
-class _Meeting:
+class _RankGroup:
     """The global ranks that save one folder together, and the call as code, for messages."""
 
     question: str
     ranks: list[int]
     timeout: float
 
-    def share(self, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    def gather_results(self, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Exchange what each rank's work returns; raise on all if one raises. A collective."""
         error = None
         try:
@@ -407,7 +411,7 @@ class _Meeting:
 def _commit(ranks: Sequence[int], draft: Draft, place: Place, sums: list[str]) -> dict[str, Any]:
     """Write the manifest of all parts, on the first rank."""
     if dist.get_rank() == ranks[0]:
-        parts = dict(zip([_name_of(rank, draft) for rank in ranks], sums, strict=True))
+        parts = dict(zip([_rank_folder_name(rank, draft) for rank in ranks], sums, strict=True))
         unseen = [name for name in parts if name not in place.names()]
         if unseen:
             raise FolderError(
@@ -418,11 +422,11 @@ def _commit(ranks: Sequence[int], draft: Draft, place: Place, sums: list[str]) -
     return {}
 
 
-def _name_of(rank: int, draft: Draft) -> str:
+def _rank_folder_name(rank: int, draft: Draft) -> str:
     return f"rank{rank}-{draft.token}"
 
 
-def _check_sites(meeting: _Meeting, answers: list[dict[str, Any]]) -> None:
+def _check_same_sites(meeting: _RankGroup, answers: list[dict[str, Any]]) -> None:
     """Check that ranks with the same model selected the same sites; pipeline stages may differ."""
     if (
         len({answer["model"] for answer in answers}) == 1
@@ -436,7 +440,7 @@ def _check_sites(meeting: _Meeting, answers: list[dict[str, Any]]) -> None:
         )
 
 
-def read_ranks(place: Place, manifest: Mapping[str, Any]) -> dict[str, str]:
+def read_rank_checksums(place: Place, manifest: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of the ranks' folders, each with its manifest's checksum.
 
     Raises:
@@ -451,5 +455,5 @@ def read_ranks(place: Place, manifest: Mapping[str, Any]) -> dict[str, str]:
     return ranks
 
 
-def _digest(contents: Contents) -> str:
+def _hash_modules(contents: Contents) -> str:
     return hashlib.sha256(json.dumps(list(contents.modules.items())).encode()).hexdigest()[:12]

@@ -32,16 +32,25 @@ from hookline.engine import (
 )
 from hookline.errors import AmbiguousError, HooklineError, RanksError
 from hookline.files.safetensors_file import flat_bytes
-from hookline.recordings.compare_replicas import copies_of, copy_text, warn_of_unlike_copies
-from hookline.recordings.join_dtensor_parts import Part, guess, join_copies, join_placed
+from hookline.recordings.compare_replicas import (
+    fingerprint_replica,
+    fingerprint_replicas,
+    warn_of_unequal_replicas,
+)
+from hookline.recordings.join_dtensor_parts import (
+    Part,
+    guess_layout_text,
+    join_each_replica,
+    join_parts,
+)
 from hookline.recordings.match_rank_values import (
     COMBINED,
     Node,
     RankValue,
-    check_alike,
-    check_same,
+    check_equal_leaves,
+    check_same_structure,
     columns,
-    text,
+    node_text,
 )
 
 OPS = ("mean", "sum", "max", "min")
@@ -84,21 +93,21 @@ class Collective:
             value, error = RankValue(None), caught
         answer = {
             "sites": [str(site) for site in self.sites],
-            "error": None if error is None else _said(error),
+            "error": None if error is None else _error_text(error),
             "nodes": value.nodes,
-            "copies": copies_of(value.tensors) if compares_copies else [],
+            "copies": fingerprint_replicas(value.tensors) if compares_copies else [],
         }
         answers = gather_json(self.question, answer, ranks, self.timeout, is_of_a_step=True)
         if error is not None and not isinstance(error, HooklineError):
             raise error
         if any(rank["error"] for rank in answers):
-            raise RanksError(self._refusal(ranks, answers)) from error
+            raise RanksError(self._no_value_text(ranks, answers)) from error
         nodes = [rank["nodes"] for rank in answers]
-        check_alike(self.question, ranks, nodes)
-        warn_of_unlike_copies(self.question, ranks, [rank["copies"] for rank in answers])
+        check_same_structure(self.question, ranks, nodes)
+        warn_of_unequal_replicas(self.question, ranks, [rank["copies"] for rank in answers])
         return value, nodes
 
-    def _refusal(self, ranks: list[int], answers: list[dict[str, Any]]) -> str:
+    def _no_value_text(self, ranks: list[int], answers: list[dict[str, Any]]) -> str:
         errors = [answer["error"] or "has it" for answer in answers]
         message = f"{self.question} needs a value on every rank. {say_by_rank(ranks, errors)}"
         selected = [listed(answer["sites"], 8) or "nothing" for answer in answers]
@@ -110,7 +119,7 @@ class Collective:
         )
 
     @contextmanager
-    def exchanging(self) -> Iterator[None]:
+    def raising_ranks_error(self) -> Iterator[None]:
         """Turn the error of a rank that is lost in the block into a RanksError."""
         try:
             yield
@@ -130,77 +139,77 @@ class Collective:
         work.wait(timedelta(seconds=self.timeout))
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Return what other ranks are told of an error."""
     if isinstance(error, HooklineError):
         return str(error).partition("\n")[0]
     return type_and_line(error)
 
 
-def full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
+def gather_full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
     """Gather a value of which each rank has a part. A collective."""
     value, nodes = ask.check_ranks_match(find, compares_copies=True)
-    check_same(ask.question, ranks_of(ask.group, ask.question), nodes, "number")
+    check_equal_leaves(ask.question, ranks_of(ask.group, ask.question), nodes, "number")
     _check_dim(ask.question, columns(nodes, "plain", "array"), dim)
     wholes = []
     for tensor, column in zip(value.tensors, columns(nodes), strict=True):
         if is_dtensor(tensor):
-            with ask.exchanging():
+            with ask.raising_ranks_error():
                 wholes.append(gather_full(tensor))
         else:
             shapes = [node["shape"] for node in column]
             wholes.append(torch.cat(_gather(ask, tensor, shapes), dim or 0))
-    return value.rebuilt(wholes)
+    return value.rebuild(wholes)
 
 
-def reduced(ask: Collective, find: Callable[[], Any], op: str) -> Any:
+def reduce_over_ranks(ask: Collective, find: Callable[[], Any], op: str) -> Any:
     """Reduce a value over ranks, element by element. A collective."""
     check_op(op)
     value, nodes = ask.check_ranks_match(find)
     _check_reducible(ask.question, ranks_of(ask.group, ask.question), nodes, op)
-    tensors = [_reduce(ask, tensor, op) for tensor in value.tensors]
-    return value.rebuilt(tensors, _reduced_numbers(nodes, op))
+    tensors = [_reduce_tensor(ask, tensor, op) for tensor in value.tensors]
+    return value.rebuild(tensors, _reduce_numbers(nodes, op))
 
 
-def _reduce(ask: Collective, tensor: Tensor, op: str) -> Tensor:
+def _reduce_tensor(ask: Collective, tensor: Tensor, op: str) -> Tensor:
     if op in ("max", "min"):  # some backends drop a NaN in a max or min reduction
         n_ranks = dist.get_world_size(ask.group)
-        return _combine(_gather(ask, tensor, [list(tensor.shape)] * n_ranks), op)
-    total = _wide(tensor, op).to(_device(ask.group), copy=True).contiguous()
-    with ask.exchanging():
+        return _reduce(_gather(ask, tensor, [list(tensor.shape)] * n_ranks), op)
+    total = _widen(tensor, op).to(_device(ask.group), copy=True).contiguous()
+    with ask.raising_ranks_error():
         ask.wait(dist.all_reduce(total, group=ask.group, async_op=True))
     total = total.to(tensor.device)
     return total / dist.get_world_size(ask.group) if op == "mean" else total
 
 
-def joined(
-    values: Sequence[Any], placed: Mapping[int, Part], dim: int | None, question: str
+def join_saved_ranks(
+    values: Sequence[Any], part_by_id: Mapping[int, Part], dim: int | None, question: str
 ) -> Any:
     """Join the values of all ranks of an opened recording, as `full` does.
 
-    `placed` has the tensors that were parts of DTensors, with their layouts, by their `id()`.
+    `part_by_id` has the tensors that were parts of DTensors, with their layouts, by their `id()`.
     """
     apart = [RankValue(value) for value in values]
     nodes, ranks = [value.nodes for value in apart], list(range(len(values)))
-    check_alike(question, ranks, nodes)
-    check_same(question, ranks, nodes, "number")
+    check_same_structure(question, ranks, nodes)
+    check_equal_leaves(question, ranks, nodes, "number")
     of_tensors = list(zip(*[value.tensors for value in apart], strict=True))
-    of_dtensors = [_parts_of(column, placed, dim, question) for column in of_tensors]
+    of_dtensors = [_dtensor_parts(column, part_by_id, dim, question) for column in of_tensors]
     plain = [
         column for column, whole in zip(columns(nodes), of_dtensors, strict=True) if whole is None
     ]
     _check_dim(question, plain, dim)
     for parts in filter(None, of_dtensors):
-        texts = [copy_text(layout, tensor) for layout, tensor in parts]
-        warn_of_unlike_copies(question, ranks, [[text] for text in texts])
-    return apart[0].rebuilt(
-        torch.cat(column, dim or 0) if part is None else join_placed(part, dim, question)
+        texts = [fingerprint_replica(layout, tensor) for layout, tensor in parts]
+        warn_of_unequal_replicas(question, ranks, [[text] for text in texts])
+    return apart[0].rebuild(
+        torch.cat(column, dim or 0) if part is None else join_parts(part, dim, question)
         for column, part in zip(of_tensors, of_dtensors, strict=True)
     )
 
 
-def copies(
-    values: Mapping[int, Any], placed: Mapping[int, Part], dim: int | str | None, question: str
+def join_by_replica(
+    values: Mapping[int, Any], part_by_id: Mapping[int, Part], dim: int | str | None, question: str
 ) -> dict[int, Any]:
     """Return the value of each rank, with the whole of each DTensor in place of the rank's part.
 
@@ -209,54 +218,54 @@ def copies(
 
     Args:
         values: the value of each rank of an opened recording, by its number.
-        placed: the tensors that were parts of DTensors, with their layouts, by their `id()`.
+        part_by_id: the tensors that were parts of DTensors, with their layouts, by their `id()`.
         dim: the dimension along which the wholes of several meshes are concatenated, or how they
             are reduced; None to keep them apart.
         question: the look-up as code, for messages.
     """
     apart = [RankValue(value) for value in values.values()]
-    check_alike(question, list(values), [value.nodes for value in apart])
-    check_same(question, list(values), [value.nodes for value in apart], "number")
+    check_same_structure(question, list(values), [value.nodes for value in apart])
+    check_equal_leaves(question, list(values), [value.nodes for value in apart], "number")
     of_tensors = list(zip(*[value.tensors for value in apart], strict=True))
-    of_dtensors = [_parts_of(column, placed, None, question) for column in of_tensors]
+    of_dtensors = [_dtensor_parts(column, part_by_id, None, question) for column in of_tensors]
     if not any(of_dtensors):
         return dict(values)
     merge: Callable[[Sequence[Tensor]], Tensor] | None = None
     if dim is not None:
-        merge = partial(_combine, op=dim) if isinstance(dim, str) else partial(torch.cat, dim=dim)
+        merge = partial(_reduce, op=dim) if isinstance(dim, str) else partial(torch.cat, dim=dim)
     made: dict[tuple[int, ...], tuple[int, Any]] = {}
     wholes: list[Sequence[Tensor]] = []
     for parts, column in zip(of_dtensors, of_tensors, strict=True):
         if parts is not None:
-            wholes.append(join_copies(parts, merge, question))
+            wholes.append(join_each_replica(parts, merge, question))
         else:
             wholes.append(column if merge is None else [merge(column)] * len(column))
     for rank, value, tensors in zip(values, apart, zip(*wholes, strict=True), strict=True):
-        made.setdefault(tuple(map(id, tensors)), (rank, value.rebuilt(tensors)))
+        made.setdefault(tuple(map(id, tensors)), (rank, value.rebuild(tensors)))
     return dict(made.values())
 
 
-def _parts_of(
-    tensors: Sequence[Tensor], placed: Mapping[int, Part], dim: int | None, question: str
+def _dtensor_parts(
+    tensors: Sequence[Tensor], part_by_id: Mapping[int, Part], dim: int | None, question: str
 ) -> list[Part] | None:
     """Return the parts of a DTensor; None for plain tensors, and where `dim` says how to join them.
 
     Raises:
         RanksError: a placement is unknown, and `dim` is None.
     """
-    parts = [placed[id(tensor)] for tensor in tensors if id(tensor) in placed]
+    parts = [part_by_id[id(tensor)] for tensor in tensors if id(tensor) in part_by_id]
     if len(parts) < len(tensors):
         return None
-    unknown = parts[0][0].unknown
+    unknown = parts[0][0].unjoinable
     if unknown and dim is None:
         raise RanksError(
             f"{question}: placements must be Shard, Replicate, or Partial with a known reduction,"
-            f" got {unknown}.\n{guess(parts, question)}"
+            f" got {unknown}.\n{guess_layout_text(parts, question)}"
         )
     return None if unknown else parts
 
 
-def combined(values: Sequence[Any], op: str, question: str, *, is_sharded: bool) -> Any:
+def reduce_saved_ranks(values: Sequence[Any], op: str, question: str, *, is_sharded: bool) -> Any:
     """Reduce the values of all ranks of an opened recording, as `reduced` does.
 
     `is_sharded` tells whether the values were shards of DTensors.
@@ -264,7 +273,7 @@ def combined(values: Sequence[Any], op: str, question: str, *, is_sharded: bool)
     check_op(op)
     apart = [RankValue(value) for value in values]
     nodes, ranks = [value.nodes for value in apart], list(range(len(values)))
-    check_alike(question, ranks, nodes)
+    check_same_structure(question, ranks, nodes)
     if is_sharded:
         nodes = [
             [{**node, "kind": "dtensor"} if node["kind"] == "plain" else node for node in of_rank]
@@ -272,18 +281,16 @@ def combined(values: Sequence[Any], op: str, question: str, *, is_sharded: bool)
         ]
     _check_reducible(question, ranks, nodes, op)
     of_tensors = zip(*[value.tensors for value in apart], strict=True)
-    tensors = [_combine(column, op) for column in of_tensors]
-    return apart[0].rebuilt(tensors, _reduced_numbers(nodes, op))
+    tensors = [_reduce(column, op) for column in of_tensors]
+    return apart[0].rebuild(tensors, _reduce_numbers(nodes, op))
 
 
-def _reduced_numbers(nodes: Sequence[list[Node]], op: str) -> list[float | complex]:
+def _reduce_numbers(nodes: Sequence[list[Node]], op: str) -> list[float | complex]:
     """Reduce the numbers of all ranks, each with one dtype for all."""
-    return [
-        _reduced_number([n["value"] for n in column], op) for column in columns(nodes, "number")
-    ]
+    return [_reduce_number([n["value"] for n in column], op) for column in columns(nodes, "number")]
 
 
-def _reduced_number(values: list[Any], op: str) -> float | complex:
+def _reduce_number(values: list[Any], op: str) -> float | complex:
     if all(isinstance(value, int) for value in values):  # of any size
         if op in ("max", "min"):
             return int(max(values) if op == "max" else min(values))
@@ -292,14 +299,14 @@ def _reduced_number(values: list[Any], op: str) -> float | complex:
     numbers = [complex(*v) if isinstance(v, list) else float(v) for v in values]
     dtype = torch.complex128 if is_complex else torch.float64
     parts = [*torch.tensor(numbers, dtype=dtype, device="cpu")]
-    total: float | complex = _combine(parts, op).item()
+    total: float | complex = _reduce(parts, op).item()
     return total
 
 
 def _check_reducible(question: str, ranks: list[int], nodes: Sequence[list[Node]], op: str) -> None:
     """Refuse shards of DTensors, tensors of several shapes, and an order of complex numbers."""
     for column in columns(nodes):
-        shapes = [text(node) for node in column]
+        shapes = [node_text(node) for node in column]
         if column[0]["kind"] == "dtensor":
             raise RanksError(
                 f"{question} reduces a value that every rank has, got a DTensor, whose shards"
@@ -317,7 +324,7 @@ def _check_reducible(question: str, ranks: list[int], nodes: Sequence[list[Node]
         is_complex = isinstance(node.get("value"), list) or node["dtype"].startswith("complex")
         if is_complex and op in ("max", "min"):
             raise RanksError(
-                f"{question} needs real numbers, which have an order, got {text(node)}."
+                f"{question} needs real numbers, which have an order, got {node_text(node)}."
                 "\nWrite op='mean' or op='sum', or record the magnitude: keep=lambda t: t.abs()."
             )
 
@@ -328,15 +335,15 @@ def check_op(op: str) -> None:
         raise ValueError(f"op must be one of {', '.join(map(repr, OPS))}, got {op!r}.")
 
 
-def _combine(tensors: Sequence[Tensor], op: str) -> Tensor:
-    stacked = torch.stack([_wide(tensor, op) for tensor in tensors])
+def _reduce(tensors: Sequence[Tensor], op: str) -> Tensor:
+    stacked = torch.stack([_widen(tensor, op) for tensor in tensors])
     if op in ("max", "min"):
         return stacked.amax(0) if op == "max" else stacked.amin(0)
     total = stacked.sum(0)
     return total / len(tensors) if op == "mean" else total
 
 
-def _wide(tensor: Tensor, op: str) -> Tensor:
+def _widen(tensor: Tensor, op: str) -> Tensor:
     """Cast a tensor to a dtype that is wide enough for a sum over ranks."""
     if op in ("max", "min"):
         return tensor
@@ -382,7 +389,7 @@ def _gather(ask: Collective, tensor: Tensor, shapes: list[list[int]]) -> list[Te
     padded[: flat.numel()] = flat
     gathered = [torch.empty_like(padded) for _ in sizes]
     if padded.numel():
-        with ask.exchanging():
+        with ask.raising_ranks_error():
             ask.wait(dist.all_gather(gathered, padded, group=ask.group, async_op=True))
     whole = []
     for part, size, shape in zip(gathered, sizes, shapes, strict=True):

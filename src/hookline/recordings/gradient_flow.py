@@ -154,7 +154,7 @@ def gradient_flow(log: Log, report: Report) -> GradientFlow:
                 entry for entry in log.entries(current, number) if entry.backward is not None
             ]
     ran = any(by_site.values())
-    rows = [_row(log, number, by_site[number], report, ran) for number in numbers]
+    rows = [_make_row(log, number, by_site[number], report, ran) for number in numbers]
     ports = [log.sites[number].port for number in numbers]
     norms: dict[str, list[float]] = {port: [] for port in ports}
     for row, port in zip(rows, ports, strict=True):
@@ -162,17 +162,17 @@ def gradient_flow(log: Log, report: Report) -> GradientFlow:
             norms[port].append(row.norm)
     usual = {port: median_high(of_port or [0.0]) for port, of_port in norms.items()}
     return GradientFlow(
-        tuple(_judged(row, usual[port]) for row, port in zip(rows, ports, strict=True))
+        tuple(_judge_row(row, usual[port]) for row, port in zip(rows, ports, strict=True))
     )
 
 
-def _row(log: Log, number: int, entries: list[Entry], report: Report, ran: bool) -> GradientRow:
-    site = log.sites[number]
+def _make_row(log: Log, index: int, entries: list[Entry], report: Report, ran: bool) -> GradientRow:
+    site = log.sites[index]
     if not entries:
         why = report.why.get(site, "it needs no gradient")
         frozen = "frozen" in why or "needs no gradient" in why or not ran
         return GradientRow(str(site), state="none" if frozen else "dead", why=why)
-    values = [log.check(entry) for entry in entries]
+    values = [log.read_local(entry) for entry in entries]
     if not all(has_numbers(tensor) for value in values for _, tensor in tree.tensors(value)):
         why = "the gradients are meta or fake tensors, which have no numbers"
         return GradientRow(str(site), count=len(entries), state="none", why=why)
@@ -186,49 +186,49 @@ def _row(log: Log, number: int, entries: list[Entry], report: Report, ran: bool)
         str(site),
         count=len(entries),
         norm=sum(norms) / len(norms),
-        largest=max(maxima, key=_nan_last),
+        largest=max(maxima, key=_nan_as_inf),
         zeros=sum(zeros) / max(sum(sizes), 1),
         ratio=sum(ratios) / len(ratios) if ratios else None,
     )
 
 
-def _nan_last(number: float) -> float:
+def _nan_as_inf(number: float) -> float:
     return math.inf if math.isnan(number) else number
 
 
 def _measure(value: Any) -> tuple[float, float, int, int]:
     """Return a gradient's L2 norm, largest absolute element, number of zeros and of elements."""
-    tensors = [_plain(part) for _, tensor in tree.tensors(value) for part in _parts(tensor)]
+    tensors = [_magnitudes(part) for _, tensor in tree.tensors(value) for part in _unbind(tensor)]
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return 0.0, 0.0, 0, 0
     maxima = [float(tensor.max()) for tensor in tensors]
-    norm = math.hypot(*map(_norm, tensors, maxima))
-    largest = max(maxima, key=_nan_last)
+    norm = math.hypot(*map(_safe_norm, tensors, maxima))
+    largest = max(maxima, key=_nan_as_inf)
     zeros = sum(int((tensor == 0).sum()) for tensor in tensors)
     return norm, largest, zeros, sum(tensor.numel() for tensor in tensors)
 
 
-def _norm(tensor: Tensor, largest: float) -> float:
+def _safe_norm(magnitudes: Tensor, largest: float) -> float:
     """Return the norm of absolute values, also where their squares overflow or vanish."""
     if not 0 < largest < math.inf or _SMALL < largest < _LARGE:
-        return float(torch.linalg.vector_norm(tensor))
+        return float(torch.linalg.vector_norm(magnitudes))
     # On the CPU: a GPU divides by a number as it multiplies by the reciprocal, which may overflow.
-    return largest * float(torch.linalg.vector_norm(tensor.cpu().double() / largest))
+    return largest * float(torch.linalg.vector_norm(magnitudes.cpu().double() / largest))
 
 
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
+def _unbind(tensor: Tensor) -> Sequence[Tensor]:
     return tensor.unbind() if tensor.is_nested else (tensor,)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _magnitudes(tensor: Tensor) -> Tensor:
     """Return a tensor's absolute values, dense, in at least float32."""
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     wide = dense.abs()
     return wide if wide.dtype is torch.float64 else wide.float()
 
 
-def _judged(row: GradientRow, usual: float) -> GradientRow:
+def _judge_row(row: GradientRow, usual_norm: float) -> GradientRow:
     if not row.count or row.why:
         return row
     if row.largest == 0:
@@ -237,6 +237,6 @@ def _judged(row: GradientRow, usual: float) -> GradientRow:
         not math.isfinite(row.norm)
         or not math.isfinite(row.largest)
         or (row.ratio or 0) > _TOO_LARGE_FOR_THE_WEIGHT
-        or 0 < _TOO_LARGE_AMONG_OTHERS * usual < row.norm
+        or 0 < _TOO_LARGE_AMONG_OTHERS * usual_norm < row.norm
     )
     return replace(row, state="exploding") if is_exploding else row

@@ -60,11 +60,11 @@ class Layout:
             return None
         try:
             layout = cls(
-                shape=_sizes(data["shape"]),
-                mesh=_sizes(data["mesh"]),
+                shape=_checked_sizes(data["shape"]),
+                mesh=_checked_sizes(data["mesh"]),
                 names=tuple(map(str, data["names"])),
-                first=_sizes([data["first"]])[0],
-                at=_sizes(data["at"]),
+                first=_checked_sizes([data["first"]])[0],
+                at=_checked_sizes(data["at"]),
                 placements=tuple(map(tuple, data["placements"])),
             )
             is_sound = layout._is_sound()
@@ -88,7 +88,7 @@ class Layout:
         )
 
     @property
-    def unknown(self) -> str:
+    def unjoinable(self) -> str:
         """The placement that cannot be joined; empty if all can."""
         texts = [str(row[1]) for row in self.placements if row[0] == "unknown"]
         ops = {row[1] for row in self.placements if row[0] == "partial"}
@@ -97,11 +97,11 @@ class Layout:
         return ", ".join(texts)
 
     @property
-    def op(self) -> str:
+    def reduction(self) -> str:
         """The reduction of partial values; empty if there are none."""
         return next((str(row[1]) for row in self.placements if row[0] == "partial"), "")
 
-    def along(self, kind: str) -> tuple[int, ...]:
+    def coordinates_along(self, kind: str) -> tuple[int, ...]:
         """The rank's coordinates along the dimensions of the mesh with one kind of placement."""
         return tuple(at for at, row in zip(self.at, self.placements, strict=True) if row[0] == kind)
 
@@ -117,9 +117,9 @@ class Layout:
         return ", ".join(texts)
 
     @property
-    def copy(self) -> Copy:
+    def replica_key(self) -> Copy:
         """The mesh and the replica in it that a part belongs to."""
-        return self.first, self.along("replicate")
+        return self.first, self.coordinates_along("replicate")
 
     def indices(self) -> list[Tensor]:
         """The indices in the whole of this rank's part, for each dimension of the tensor."""
@@ -133,7 +133,7 @@ class Layout:
         return rows
 
 
-def join_placed(parts: Sequence[Part], dim: int | None, question: str) -> Tensor:
+def join_parts(parts: Sequence[Part], dim: int | None, question: str) -> Tensor:
     """Join the parts of all ranks to the whole tensor.
 
     Args:
@@ -155,11 +155,11 @@ def join_placed(parts: Sequence[Part], dim: int | None, question: str) -> Tensor
             "\nGive the dimension along which to join them: dim=0 if each mesh has a part of the"
             " batch."
         )
-    wholes = [_whole(by_mesh[first], question) for first in sorted(by_mesh)]
+    wholes = [_join_mesh(by_mesh[first], question) for first in sorted(by_mesh)]
     return wholes[0] if len(wholes) == 1 else torch.cat(wholes, dim or 0)
 
 
-def join_copies(
+def join_each_replica(
     parts: Sequence[Part], merge: Callable[[list[Tensor]], Tensor] | None, question: str
 ) -> list[Tensor]:
     """Join the parts of all ranks to a whole tensor for each replica, as `join_placed` does.
@@ -172,9 +172,9 @@ def join_copies(
     Returns:
         For each part the whole tensor that it belongs to.
     """
-    copies = dict.fromkeys(layout.copy for layout, _ in parts)
+    copies = dict.fromkeys(layout.replica_key for layout, _ in parts)
     wholes = {
-        (first, replica): _whole(
+        (first, replica): _join_mesh(
             [part for part in parts if part[0].first == first], question, replica
         )
         for first, replica in copies
@@ -184,10 +184,10 @@ def join_copies(
         if merge is not None and len(firsts) > 1:
             merged = merge([wholes[first, replica] for first in firsts])
             wholes |= {(first, replica): merged for first in firsts}
-    return [wholes[layout.copy] for layout, _ in parts]
+    return [wholes[layout.replica_key] for layout, _ in parts]
 
 
-def guess(parts: Sequence[Part], question: str) -> str:
+def guess_layout_text(parts: Sequence[Part], question: str) -> str:
     """Say which layout the shapes of parts suggest, as the line of a message with the fix."""
     shape = parts[0][0].shape
     shapes = [tuple(tensor.shape) for _, tensor in parts]
@@ -206,7 +206,7 @@ def guess(parts: Sequence[Part], question: str) -> str:
     return f"The parts are {', '.join(map(str, map(list, shapes)))} of {list(shape)}."
 
 
-def _whole(parts: list[Part], question: str, replica: tuple[int, ...] | None = None) -> Tensor:
+def _join_mesh(parts: list[Part], question: str, replica: tuple[int, ...] | None = None) -> Tensor:
     """Join the parts of one mesh.
 
     `replica` has the coordinates of the ranks that count, along the dimensions of the mesh whose
@@ -215,7 +215,7 @@ def _whole(parts: list[Part], question: str, replica: tuple[int, ...] | None = N
     by_place = {layout.at: (layout, tensor) for layout, tensor in parts if layout.at}
     layout = parts[0][0]
     missing = [at for at in itertools.product(*map(range, layout.mesh)) if at not in by_place]
-    if missing or any(_without_place(other) != _without_place(layout) for other, _ in parts):
+    if missing or any(_shared_layout(other) != _shared_layout(layout) for other, _ in parts):
         reason = (
             f"the part at {missing[0]} of the mesh {list(layout.mesh)} is missing"
             if missing
@@ -226,7 +226,7 @@ def _whole(parts: list[Part], question: str, replica: tuple[int, ...] | None = N
         )
     summands: dict[tuple[int, ...], Tensor] = {}
     for place, (part_layout, part) in sorted(by_place.items()):
-        copy = part_layout.along("replicate")
+        copy = part_layout.coordinates_along("replicate")
         if copy != replica if replica is not None else any(copy):
             continue
         rows = part_layout.indices()
@@ -234,23 +234,23 @@ def _whole(parts: list[Part], question: str, replica: tuple[int, ...] | None = N
             raise RanksError(
                 f"{question}: the part at {place} of the mesh {list(layout.mesh)} must have the"
                 f" shape {[len(row) for row in rows]} by its placements, got {list(part.shape)}."
-                f"\n{guess(parts, question)}"
+                f"\n{guess_layout_text(parts, question)}"
             )
-        group = part_layout.along("partial")
+        group = part_layout.coordinates_along("partial")
         if group not in summands:
             summands[group] = part.new_empty(layout.shape)
-        summands[group][_region(rows)] = part
+        summands[group][_region_index(rows)] = part
     whole, *others = summands.values()
     for other in others:
-        whole = _REDUCTIONS[layout.op](whole, other)
-    return whole / len(summands) if layout.op == "avg" else whole
+        whole = _REDUCTIONS[layout.reduction](whole, other)
+    return whole / len(summands) if layout.reduction == "avg" else whole
 
 
-def _without_place(layout: Layout) -> tuple[Any, ...]:
+def _shared_layout(layout: Layout) -> tuple[Any, ...]:
     return layout.shape, layout.mesh, layout.first, layout.placements
 
 
-def _region(rows: list[Tensor]) -> tuple[Any, ...]:
+def _region_index(rows: list[Tensor]) -> tuple[Any, ...]:
     """Return the index of a region of a tensor: slices if all rows follow one another."""
     if all(len(row) == 0 or int(row[-1] - row[0]) == len(row) - 1 for row in rows):
         starts = [int(row[0]) if len(row) else 0 for row in rows]
@@ -266,7 +266,7 @@ def _chunk(row: Tensor, n: int, number: int) -> Tensor:
     return row[size * number : size * (number + 1)]
 
 
-def _sizes(data: Any) -> tuple[int, ...]:
+def _checked_sizes(data: Any) -> tuple[int, ...]:
     if not isinstance(data, list) or any(type(size) is not int or size < 0 for size in data):
         raise TypeError("sizes must be integers from 0 up")
     return tuple(data)

@@ -34,11 +34,11 @@ class _Reader:
         for recorded in values_of(record):
             self.n_values += 1
             try:
-                yield from self._of_value(recorded)
+                yield from self._read_value(recorded)
             except OverwrittenError as error:
                 self.overwritten.setdefault(as_written(recorded.key), first_line(error))
 
-    def _of_value(self, recorded: RecordedValue) -> Iterator[Reading]:
+    def _read_value(self, recorded: RecordedValue) -> Iterator[Reading]:
         value = recorded.read()
         site, key = recorded.site, as_written(recorded.key)
         tensors = measured_tensors(value)
@@ -83,30 +83,30 @@ def judge_passes(
         survey = Survey(list(reader.readings(record)), types, silent, aliases)
         for finding in findings_of(survey):
             told.setdefault((finding.kind, finding.site), (finding, []))[1].append(record.number)
-    rows = [_in_passes(finding, numbers, len(passes)) for finding, numbers in told.values()]
+    rows = [_mention_passes(finding, numbers, len(passes)) for finding, numbers in told.values()]
     facts = f"{plural(reader.n_values, 'value')}, {plural(len(passes), 'pass', 'passes')}"
-    judged = in_order([*_overwritten(reader.overwritten), *rows])
+    judged = in_order([*_overwritten_findings(reader.overwritten), *rows])
     return Findings(judged, facts, _notes(reader)), survey
 
 
-def _in_passes(finding: Finding, numbers: Sequence[int], n_passes: int) -> Finding:
+def _mention_passes(finding: Finding, numbers: Sequence[int], n_passes: int) -> Finding:
     if n_passes == 1:
         return finding
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
     return replace(finding, why=f"{finding.why} In pass {numbers[0]}{more} of {n_passes}.".lstrip())
 
 
-def _overwritten(sites: Mapping[str, str]) -> list[Finding]:
-    if not sites:
+def _overwritten_findings(error_by_site: Mapping[str, str]) -> list[Finding]:
+    if not error_by_site:
         return []
-    first, *rest = sites
+    first, *rest = error_by_site
     return [
         Finding(
             "overwritten",
-            f"{sites[first]}.",
+            f"{error_by_site[first]}.",
             first,
             "note",
-            plural(len(sites), "value"),
+            plural(len(error_by_site), "value"),
             f"So were {listed(rest, _MOST_NAMED)}." if rest else "",
             "Record copies, with hl.record(..., copy=True).",
             tuple(rest),

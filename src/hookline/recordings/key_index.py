@@ -48,11 +48,11 @@ class Lookup(NamedTuple):
     def __str__(self) -> str:
         return f"{self.site}{run_text(self.backward, self.pass_number)}"
 
-    def at(self, leaf: tuple[str | int, ...]) -> str:
+    def key_of_leaf(self, leaf: tuple[str | int, ...]) -> str:
         """Return the key of a leaf of the value."""
         return str(self._replace(site=replace(self.site, leaf=self.site.leaf + leaf)))
 
-    def of_call(self, call: int) -> Lookup:
+    def with_call(self, call: int) -> Lookup:
         """Return the key of one call."""
         return self._replace(site=replace(self.site, call=call), call=call)
 
@@ -103,10 +103,10 @@ class Index:
             AmbiguousError: the key names several sites.
         """
         if not isinstance(key, str | Site | Selection):
-            raise NotRecordedError(self._not_a_site(key))
+            raise NotRecordedError(self._not_a_site_text(key))
         lookup = self.get(key)
         if lookup is None:
-            raise NotRecordedError(self._not_selected(key))
+            raise NotRecordedError(self._not_selected_text(key))
         return lookup
 
     def get(self, key: Key) -> Lookup | None:
@@ -115,12 +115,12 @@ class Index:
         Raises:
             SelectionError: the key is malformed. AmbiguousError: it names several sites.
         """
-        index, site, runs = self._split(key)
+        index, site, runs = self._split_key(key)
         if index is None:
-            index = self._covering(site, runs)
-        return None if index is None else self._lookup(index, site, runs)
+            index = self._find_covering_site(site, runs)
+        return None if index is None else self._make_lookup(index, site, runs)
 
-    def _split(self, key: Key) -> tuple[int | None, Site, dict[str, int]]:
+    def _split_key(self, key: Key) -> tuple[int | None, Site, dict[str, int]]:
         """Split a key into a site, with its index if it is written as recorded, and the runs."""
         if isinstance(key, Selection):
             key = only_site(key)
@@ -148,7 +148,7 @@ class Index:
             )
         return sites[0]
 
-    def _covering(self, site: Site, runs: dict[str, int]) -> int | None:
+    def _find_covering_site(self, site: Site, runs: dict[str, int]) -> int | None:
         call = runs.get("", site.call)
         for index in self._by_place.get((site.path, site.port), ()):
             recorded = self._sites[index]
@@ -159,7 +159,7 @@ class Index:
         at_grad = self._by_place.get((site.path, "grad"), ())
         return at_grad[0] if at_grad and site == Site(site.path) else None
 
-    def _lookup(self, index: int, site: Site, runs: dict[str, int]) -> Lookup:
+    def _make_lookup(self, index: int, site: Site, runs: dict[str, int]) -> Lookup:
         recorded = self._sites[index]
         if "" in runs:
             site = replace(site, call=runs[""])
@@ -169,22 +169,22 @@ class Index:
         call = site.call if recorded.call is None else None
         return Lookup(index, site, leaf, call, runs.get("pass"), runs.get("backward"))
 
-    def _part(self, named: Site, runs: dict[str, int]) -> Lookup | None:
+    def _find_leaf_by_path(self, named: Site, runs: dict[str, int]) -> Lookup | None:
         """Parse a path such as `block.logits` as a leaf of the value of `block`, if it has one."""
         names = named.path.split(".")
         for n_names in range(len(names) - 1, -1, -1):
             path = ".".join(names[:n_names])
             leaf = (*map(_leaf_key, names[n_names:]), *named.leaf)
             site = replace(named, path="" if path == ROOT else path, leaf=leaf)
-            index = self._covering(site, runs)
+            index = self._find_covering_site(site, runs)
             if index is None:
                 continue
-            lookup = self._lookup(index, site, runs)
+            lookup = self._make_lookup(index, site, runs)
             if self._has_leaf(index, lookup.leaf):
                 return lookup
         return None
 
-    def _not_a_site(self, key: Any) -> str:
+    def _not_a_site_text(self, key: Any) -> str:
         site = f"the site itself, such as {next(iter(self._by_text), 'layer1')!r}"
         if isinstance(key, int) and -len(self._sites) <= key < len(self._sites):
             site = f"run.sites[{key}], which is {str(self._sites[key])!r}"
@@ -192,10 +192,10 @@ class Index:
             f"a key must be a site, got {key!r}.\nGive as the key {site}; passes are in run.passes."
         )
 
-    def _not_selected(self, key: Key) -> str:
+    def _not_selected_text(self, key: Key) -> str:
         text = str(only_site(key) if isinstance(key, Selection) else key)
-        _, named, runs = self._split(key)
-        part = self._part(named, runs)
+        _, named, runs = self._split_key(key)
+        part = self._find_leaf_by_path(named, runs)
         if part is not None:
             return (
                 f"{text!r} was never selected, but {path_text(part.site.path)} has a part of this"
@@ -206,7 +206,7 @@ class Index:
             for recorded_key, recorded in zip(self.keys, self._sites, strict=True)
             if named.path in (recorded.path, *recorded.aliases)
         ]
-        hint = where_else(text, same_path, list(self._by_text), "recorded")
+        hint = suggestion_text(text, same_path, list(self._by_text), "recorded")
         return (
             f"{text!r} was never selected{hint}"
             "\nLook up one that was, or select this one too when recording."
@@ -229,14 +229,14 @@ def only_site(selection: Selection) -> Site:
     return selection.sites[0]
 
 
-def where_else(text: str, same_path: list[str], names: list[str], kept: str) -> str:
+def suggestion_text(text: str, same_path: list[str], names: list[str], kept: str) -> str:
     """Continue "... was never selected" by the sites that may be meant.
 
     `same_path` are those of the same module, `names` all, and `kept` says how they are there.
     """
     if same_path:
         return f"; {kept} there: {quoted(same_path)}."
-    if close := closest(text, names):
+    if close := closest_names(text, names):
         return f". Did you mean {quoted(close)}?"
     return f"; {kept}: {plural(len(names), 'site')}, such as {quoted(names)}."
 
@@ -245,15 +245,15 @@ def _leaf_key(name: str) -> str | int:
     return int(name) if name.isdecimal() else name
 
 
-def closest(text: str, names: list[str]) -> list[str]:
+def closest_names(text: str, names: list[str]) -> list[str]:
     """List the names closest to a text, the closest first."""
     # Comparing all of 20,000 names with difflib would take seconds.
-    likely = heapq.nlargest(_MOST_COMPARED, names, key=partial(_shared, text))
+    likely = heapq.nlargest(_MOST_COMPARED, names, key=partial(_n_shared_characters, text))
     ends = [name for name in names if name.endswith("." + text)]
     return [*dict.fromkeys([*ends, *difflib.get_close_matches(text, likely, n=4, cutoff=0.5)])]
 
 
-def _shared(text: str, name: str) -> int:
+def _n_shared_characters(text: str, name: str) -> int:
     """Count the characters that two texts share at their beginnings and at their ends."""
 
     def first(a: Iterable[str], b: Iterable[str]) -> int:

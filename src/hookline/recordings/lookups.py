@@ -14,11 +14,11 @@ from hookline.engine.pytree import describe, tree
 from hookline.errors import StructureError
 from hookline.recordings.gather_and_reduce import (
     Collective,
-    combined,
-    copies,
-    full,
-    joined,
-    reduced,
+    gather_full,
+    join_by_replica,
+    join_saved_ranks,
+    reduce_over_ranks,
+    reduce_saved_ranks,
 )
 from hookline.recordings.join_dtensor_parts import Layout, Part
 from hookline.recordings.key_index import Key, Lookup
@@ -36,10 +36,10 @@ class Lookups(Mapping[str, Any]):
 
     def __getitem__(self, key: Key) -> Any:
         """Return the only value of a site; raise if it has none or several."""
-        return self._only(key)
+        return self._single_value(key)
 
     @abstractmethod
-    def _only(self, key: Key, read: Read | None = None) -> Any:
+    def _single_value(self, key: Key, read: Read | None = None) -> Any:
         """Return the only value of a site, or the result of `read` on its entry."""
 
     @property
@@ -50,7 +50,7 @@ class Lookups(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def _resolve(self, key: Key) -> Lookup:
+    def _parse_key(self, key: Key) -> Lookup:
         return self._log.index.find(key)
 
     def holds_shard(self, key: Key) -> bool:
@@ -59,19 +59,19 @@ class Lookups(Mapping[str, Any]):
             entry.value.holds_shard()
             if isinstance(entry.value, Stored)
             else any(is_dtensor(tensor) for _, tensor in tree.tensors(entry.value))
-            for _, entries in self._log.find(self._resolve(key))
+            for _, entries in self._log.find(self._parse_key(key))
             for entry in entries
         )
 
     def layouts(self, key: Key) -> list[Layout]:
         """Return the layout of each DTensor of which a value of a site holds this rank's part."""
         placed: dict[int, Part] = {}
-        value = self._only(key, partial(_loaded, placed))
+        value = self._single_value(key, partial(_load_with_layouts, placed))
         live = [layout_json(tensor) for _, tensor in tree.tensors(value) if is_dtensor(tensor)]
         layouts = [layout for layout, _ in placed.values()]
         return layouts + [layout for data in live if (layout := Layout.from_json(data))]
 
-    def copies(self, key: Key, dim: int | str | None = None) -> dict[int, Any]:
+    def values_by_replica(self, key: Key, dim: int | str | None = None) -> dict[int, Any]:
         """Return the value of each rank that has one, with whole DTensors, each value once.
 
         Where `full` takes one of the replicas of a DTensor, this returns each.
@@ -82,16 +82,20 @@ class Lookups(Mapping[str, Any]):
         """
         placed: dict[int, Part] = {}
         values: dict[int, Any] = {}
-        for number, rank in enumerate(self._of_ranks()):
+        for number, rank in enumerate(self._rank_recordings()):
             of_rank: dict[int, Part] = {}
-            value = rank._only(key, partial(_loaded, of_rank)) if key in rank else None
+            value = (
+                rank._single_value(key, partial(_load_with_layouts, of_rank))
+                if key in rank
+                else None
+            )
             is_outside = any(not layout.at for layout, _ in of_rank.values())  # of the mesh
             if key in rank and not is_outside:
                 values[number] = value
                 placed |= of_rank
-        return copies(values, placed, dim, f"{self._name}.full({str(key)!r}, dim={dim!r})")
+        return join_by_replica(values, placed, dim, f"{self._name}.full({str(key)!r}, dim={dim!r})")
 
-    def _of_ranks(self) -> tuple[Lookups, ...]:
+    def _rank_recordings(self) -> tuple[Lookups, ...]:
         """Return the recordings of all ranks if they were opened together, else ()."""
         return ()
 
@@ -118,8 +122,8 @@ class Lookups(Mapping[str, Any]):
         value = self[key]
         if isinstance(value, Tensor):
             return value
-        lookup = self._resolve(key)
-        leaves = [lookup.at(leaf) for leaf, _ in tree.tensors(value)]
+        lookup = self._parse_key(key)
+        leaves = [lookup.key_of_leaf(leaf) for leaf, _ in tree.tensors(value)]
         examples = ", ".join(f"{self._name}.tensor({leaf!r})" for leaf in leaves[:_N_LEAVES_SHOWN])
         more = f" or {len(leaves) - _N_LEAVES_SHOWN} more" * (len(leaves) > _N_LEAVES_SHOWN)
         raise StructureError(
@@ -148,8 +152,8 @@ class Lookups(Mapping[str, Any]):
             NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
         """
         value = self[key]
-        lookup = self._resolve(key)
-        return {lookup.at(leaf): tensor for leaf, tensor in tree.tensors(value)}
+        lookup = self._parse_key(key)
+        return {lookup.key_of_leaf(leaf): tensor for leaf, tensor in tree.tensors(value)}
 
     def full(
         self, key: Key, dim: int | None = None, *, group: Any = None, timeout: float = TIMEOUT_S
@@ -192,15 +196,15 @@ class Lookups(Mapping[str, Any]):
             ValueError: the tensors have no dimension `dim`, or differ in another dimension.
         """
         question = f"{self._name}.full({str(key)!r}, dim={dim})"
-        if ranks := self._of_ranks():
+        if ranks := self._rank_recordings():
             placed: dict[int, Part] = {}
-            read = partial(_loaded, placed)
+            read = partial(_load_with_layouts, placed)
             # A rank outside of the mesh may lack the site. `join_placed` misses a part of the mesh.
-            having = [rank._only(key, read) for rank in ranks if key in rank]
-            values = having if placed else [rank._only(key, read) for rank in ranks]
-            return joined(values, placed, dim, question)
+            having = [rank._single_value(key, read) for rank in ranks if key in rank]
+            values = having if placed else [rank._single_value(key, read) for rank in ranks]
+            return join_saved_ranks(values, placed, dim, question)
         ask = Collective(question, self._log.sites, group, timeout)
-        return full(ask, lambda: self._only(key, self._log.whole), dim)
+        return gather_full(ask, lambda: self._single_value(key, self._log.read_with_dtensors), dim)
 
     def reduced(
         self, key: Key, op: str = "mean", *, group: Any = None, timeout: float = TIMEOUT_S
@@ -239,13 +243,17 @@ class Lookups(Mapping[str, Any]):
             ValueError: op is not one of the four.
         """
         question = f"{self._name}.reduced({str(key)!r}, op={op!r})"
-        if ranks := self._of_ranks():
+        if ranks := self._rank_recordings():
             is_sharded = any(rank.holds_shard(key) for rank in ranks)
-            return combined([rank[key] for rank in ranks], op, question, is_sharded=is_sharded)
+            return reduce_saved_ranks(
+                [rank[key] for rank in ranks], op, question, is_sharded=is_sharded
+            )
         ask = Collective(question, self._log.sites, group, timeout)
-        return reduced(ask, lambda: self._only(key, self._log.whole), op)
+        return reduce_over_ranks(
+            ask, lambda: self._single_value(key, self._log.read_with_dtensors), op
+        )
 
 
-def _loaded(placed: dict[int, Part], entry: Entry) -> Any:
+def _load_with_layouts(part_by_id: dict[int, Part], entry: Entry) -> Any:
     """Read the value of an entry, and note the tensors that were parts of DTensors."""
-    return entry.value.load(placed) if isinstance(entry.value, Stored) else entry.value
+    return entry.value.load(part_by_id) if isinstance(entry.value, Stored) else entry.value

@@ -42,21 +42,21 @@ class RankValue:
         self._leaves: list[tuple[Node, Any]] = []
         # By id(), each container, where it first is, and what is made of it: all are taken once.
         self._shared: dict[int, tuple[Any, str, list[Any]]] = {}
-        self._make = self._take(value, "", (), is_attribute=False)
+        self._make = self._take_apart(value, "", (), is_attribute=False)
         self.tensors = [
             torch.from_numpy(np.array(leaf, order="C")) if node["kind"] == "array" else leaf
             for node, leaf in self._leaves
             if node["kind"] in _TENSORS
         ]
 
-    def _take(
+    def _take_apart(
         self, value: Any, at: str, outer: tuple[Any, ...], *, is_attribute: bool
     ) -> Callable[[Iterator[Any]], Any]:
         """Note a value's nodes; return a function that makes the value of other leaves."""
-        node = _leaf(value, at, is_attribute=is_attribute)
-        parts = _parts(value, outer) if node is None else None
+        node = _leaf_node(value, at, is_attribute=is_attribute)
+        parts = _rebuildable_parts(value, outer) if node is None else None
         if parts is None:
-            node = node or _other(value, at, is_attribute=is_attribute)
+            node = node or _other_node(value, at, is_attribute=is_attribute)
             self.nodes.append(node)
             self._leaves.append((node, value))
             return next
@@ -70,7 +70,7 @@ class RankValue:
         self.nodes.append(_node(at, "container", type(value).__name__))
         is_attribute |= not tree.is_container(value)
         makers = [
-            self._take(
+            self._take_apart(
                 part, at + describe.leaf_text((key,)), (*outer, value), is_attribute=is_attribute
             )
             for key, part in parts
@@ -82,7 +82,7 @@ class RankValue:
 
         return make
 
-    def rebuilt(self, tensors: Iterable[Tensor], numbers: Iterable[float | complex] = ()) -> Any:
+    def rebuild(self, tensors: Iterable[Tensor], numbers: Iterable[float | complex] = ()) -> Any:
         """Return the value with other tensors, and other numbers if there are any."""
         new_tensors, new_numbers = iter(tensors), iter(numbers)
         leaves: list[Any] = []
@@ -95,7 +95,7 @@ class RankValue:
         return self._make(iter(leaves))
 
 
-def _parts(value: Any, outer: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
+def _rebuildable_parts(value: Any, outer: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
     """Return the parts of a value that can be made anew of others; else None."""
     if isinstance(value, set | frozenset | NotSaved):  # a set has no order
         return None
@@ -114,17 +114,17 @@ def _node(at: str, kind: str, dtype: str, **more: Any) -> Node:
     return {"at": at, "kind": kind, "dtype": dtype, "shape": [], **more}
 
 
-def _leaf(value: Any, at: str, *, is_attribute: bool) -> Node | None:
+def _leaf_node(value: Any, at: str, *, is_attribute: bool) -> Node | None:
     """Describe a leaf that ranks can combine or compare; None for other values."""
     if isinstance(value, Tensor):
         kind = "dtensor" if is_dtensor(value) else "plain"
         dtype = torch_name(value.dtype)
         return None if value.is_nested else {**_node(at, kind, dtype), "shape": [*value.shape]}
-    if type(value) is np.ndarray and _is_native(value):
+    if type(value) is np.ndarray and _has_torch_dtype(value):
         return {**_node(at, "array", str(value.dtype)), "shape": [*value.shape]}
     number = value.item() if isinstance(value, np.generic) else value
     if isinstance(number, int | float | complex):
-        return _number(number, at, is_attribute=is_attribute)
+        return _number_node(number, at, is_attribute=is_attribute)
     if isinstance(value, set | frozenset) and not any(True for _ in tree.walk(value)):
         return _node(at, "same", type(value).__name__, text=str(sorted(map(repr, value))))
     if isinstance(value, _CONSTANTS) and (at or not isinstance(value, NotSaved)):
@@ -132,7 +132,7 @@ def _leaf(value: Any, at: str, *, is_attribute: bool) -> Node | None:
     return None
 
 
-def _number(value: float | complex, at: str, *, is_attribute: bool) -> Node:
+def _number_node(value: float | complex, at: str, *, is_attribute: bool) -> Node:
     if is_attribute:  # an object's settings, which are no results
         return _node(at, "same", "", text=repr(value))
     if isinstance(value, int):
@@ -142,7 +142,7 @@ def _number(value: float | complex, at: str, *, is_attribute: bool) -> Node:
     return _node(at, "number", "", text=repr(value), value=exact)
 
 
-def _is_native(array: np.ndarray[Any, Any]) -> bool:
+def _has_torch_dtype(array: np.ndarray[Any, Any]) -> bool:
     """Tell whether torch has an array's dtype."""
     try:
         torch.from_numpy(np.empty(0, array.dtype))
@@ -151,7 +151,7 @@ def _is_native(array: np.ndarray[Any, Any]) -> bool:
     return True
 
 
-def _other(value: Any, at: str, *, is_attribute: bool) -> Node:
+def _other_node(value: Any, at: str, *, is_attribute: bool) -> Node:
     """Describe what ranks can neither combine nor compare.
 
     In an object, such as the device of a cache, it does no harm if it holds no tensors.
@@ -167,29 +167,31 @@ def columns(nodes: Sequence[list[Node]], *kinds: str) -> list[tuple[Node, ...]]:
     ]
 
 
-def check_alike(question: str, ranks: list[int], nodes: Sequence[list[Node]]) -> None:
+def check_same_structure(question: str, ranks: list[int], nodes: Sequence[list[Node]]) -> None:
     """Refuse values that are not of one structure, dtype and number of dimensions.
 
     Raises:
         RanksError: they are not; or a part of them can neither be combined nor compared.
     """
     for column in zip_longest(*nodes):
-        if any(node is None or _kind(node) != _kind(column[0]) for node in column):
-            texts = ["nothing more" if node is None else text(node) for node in column]
+        if any(node is None or _structure_of(node) != _structure_of(column[0]) for node in column):
+            texts = ["nothing more" if node is None else node_text(node) for node in column]
             raise RanksError(
                 f"{question}: the ranks' values are not of one kind: {say_by_rank(ranks, texts)}."
                 "\nRecord the same sites with the same options on every rank."
             )
     for node, *_ in columns(nodes, "other"):
         raise RanksError(
-            f"{question} combines tensors, NumPy arrays and numbers, got {text(node)}."
+            f"{question} combines tensors, NumPy arrays and numbers, got {node_text(node)}."
             "\nReturn tensors when recording: keep=lambda value: ...; or look the value up on each"
             " rank."
         )
-    check_same(question, ranks, nodes, "same")
+    check_equal_leaves(question, ranks, nodes, "same")
 
 
-def check_same(question: str, ranks: list[int], nodes: Sequence[list[Node]], kind: str) -> None:
+def check_equal_leaves(
+    question: str, ranks: list[int], nodes: Sequence[list[Node]], kind: str
+) -> None:
     """Refuse leaves of a kind that are not the same on all ranks.
 
     Raises:
@@ -197,7 +199,7 @@ def check_same(question: str, ranks: list[int], nodes: Sequence[list[Node]], kin
     """
     for column in columns(nodes, kind):
         if any(node["text"] != column[0]["text"] for node in column):
-            texts = [node["text"][:100] + _at(node) for node in column]
+            texts = [node["text"][:100] + _path_text(node) for node in column]
             raise RanksError(
                 f"{question} needs what it does not combine to be the same on every rank, got"
                 f" {say_by_rank(ranks, texts)}."
@@ -206,17 +208,17 @@ def check_same(question: str, ranks: list[int], nodes: Sequence[list[Node]], kin
             )
 
 
-def _kind(node: Node) -> tuple[Any, ...]:
+def _structure_of(node: Node) -> tuple[Any, ...]:
     return node["at"], node["kind"], node["dtype"], len(node["shape"])
 
 
-def text(node: Node) -> str:
+def node_text(node: Node) -> str:
     """Describe a node in a message."""
     names = {"plain": "Tensor", "dtensor": "DTensor", "array": "array"}
     if name := names.get(node["kind"]):
-        return f"{name}{node['shape']} {node['dtype']}{_at(node)}"
-    return str(node.get("text", node["dtype"]))[:100] + _at(node)
+        return f"{name}{node['shape']} {node['dtype']}{_path_text(node)}"
+    return str(node.get("text", node["dtype"]))[:100] + _path_text(node)
 
 
-def _at(node: Node) -> str:
+def _path_text(node: Node) -> str:
     return f" at {node['at']}" if node["at"] else ""

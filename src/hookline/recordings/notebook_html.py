@@ -21,7 +21,7 @@ _MOST_FINDINGS = 5
 _SIGNS = {"error": "●", "warning": "▲", "note": "○"}
 
 
-def judged_html(passes: Sequence[PassRecord], modules: Mapping[str, str], report: Report) -> str:
+def findings_html(passes: Sequence[PassRecord], modules: Mapping[str, str], report: Report) -> str:
     """Return the findings and the strip of the last pass as HTML without a script.
 
     A large recording is not read for this: the HTML says so.

@@ -11,9 +11,9 @@ from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.files.place import LocalPlace, Place
 from hookline.files.sealed_json import MANIFEST
-from hookline.recordings.folder import read, read_manifest, read_ranks
+from hookline.recordings.folder import parse_manifest, read_manifest, read_rank_checksums
 from hookline.recordings.log_entries import Contents
-from hookline.recordings.pass_record import pass_of
+from hookline.recordings.pass_record import make_pass
 from hookline.recordings.recording import Recording
 from hookline.recordings.stored_values import REMEDY
 
@@ -31,7 +31,7 @@ def open_recording(place: Place, *, verify: bool = False) -> Recording:
         recording, parts = _open(place)
     except FileNotFoundError:
         with place.turn():  # another process may have replaced it meanwhile
-            recording, parts = _open_at_rest(place)
+            recording, parts = _open_under_lock(place)
     for contents in parts if verify else ():
         for current in contents.passes:
             for entry in current.entries:
@@ -51,7 +51,7 @@ def _check_folder(place: Place) -> None:
         return  # reading it says what is wrong
 
 
-def _open_at_rest(place: Place) -> tuple[Recording, list[Contents]]:
+def _open_under_lock(place: Place) -> tuple[Recording, list[Contents]]:
     """Open a place under the lock that keeps writers from replacing the recording."""
     try:
         return _open(place)
@@ -73,26 +73,26 @@ def _open(place: Place) -> tuple[Recording, list[Contents]]:
     manifest = read_manifest(place)
     if "ranks" in manifest:
         return _open_ranks(place, manifest)
-    contents = read(place, manifest)
+    contents = parse_manifest(place, manifest)
     return _recording_of(contents), [contents]
 
 
 def _recording_of(contents: Contents) -> Recording:
     recording = Recording(contents.sites, contents.report, contents.modules)
     recording.lost = contents.lost
-    recording.identify(contents.model)
+    recording.set_model(contents.model)
     for current in contents.passes:
-        recording.begin_pass(pass_of(*current))
+        recording.begin_pass(make_pass(*current))
     return recording
 
 
 def _open_ranks(place: Place, manifest: Mapping[str, Any]) -> tuple[Recording, list[Contents]]:
     parts = []
-    for name, expected in read_ranks(place, manifest).items():
+    for name, expected in read_rank_checksums(place, manifest).items():
         of_rank = read_manifest(place / name)
         if of_rank["checksum"] != expected:
             raise FileNotFoundError(f"{name} must be of the same recording as {MANIFEST}")
-        parts.append(read(place / name, of_rank))
+        parts.append(parse_manifest(place / name, of_rank))
     opened = tuple(map(_recording_of, parts))
     sites = tuple(dict.fromkeys(site for rank in opened for site in rank.sites))
     recording = Recording(sites, opened[0].report(), opened[0].modules)

@@ -33,7 +33,12 @@ from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError, 
 from hookline.recordings.key_index import Index, Key, Lookup, PartSites
 from hookline.recordings.log_entries import Entry, PartialGradients
 from hookline.recordings.stored_values import Stored
-from hookline.recordings.version_stamps import Beside, Unknowable, is_as_stamped, stamp
+from hookline.recordings.version_stamps import (
+    StampWithCopies,
+    UndetectableStamp,
+    is_unchanged,
+    stamp,
+)
 
 Read = Callable[[Entry], Any]
 Noted = tuple[Any, ...]  # the first fields of an `Entry`
@@ -70,7 +75,7 @@ class Log:
         self._report = weakref.WeakMethod(report)
         self.keeps_graph = keeps_graph
         self.unversioned = unversioned
-        self._sorted: dict[int, _Grouped] = {}
+        self._sorted: dict[int, _EntriesBySite] = {}
 
     @functools.cached_property
     def index(self) -> Index:
@@ -83,7 +88,7 @@ class Log:
 
         return Index(self.sites, has, self.sites_of_part)
 
-    def take(self) -> list[Pass]:
+    def pop_passes(self) -> list[Pass]:
         """Remove all passes and return them."""
         passes, self.passes[:] = self.passes[:], []
         for current in passes:
@@ -119,18 +124,18 @@ class Log:
         log = current.log
         if len(log) > _SEARCHED:
             grouped = self._grouped(current)
-            return grouped.of(index) if call is None else grouped.of_call(index, call)
-        entries = _entries(index, [fields for fields in tuple(log) if fields[0] == index])
+            return grouped.of_site(index) if call is None else grouped.of_call(index, call)
+        entries = _make_entries(index, [fields for fields in tuple(log) if fields[0] == index])
         return entries if call is None else [entry for entry in entries if entry.call == call]
 
-    def _grouped(self, current: Pass) -> _Grouped:
+    def _grouped(self, current: Pass) -> _EntriesBySite:
         """Group the entries of a pass by site; repeated only when the log has grown."""
         grouped = self._sorted.get(id(current))
         if grouped is None or grouped.length != len(current.log):
-            grouped = self._sorted[id(current)] = _Grouped(tuple(current.log))
+            grouped = self._sorted[id(current)] = _EntriesBySite(tuple(current.log))
         return grouped
 
-    def backwards(self, current: Pass) -> list[int]:
+    def autograd_runs(self, current: Pass) -> list[int]:
         """List the autograd runs that brought gradients to a pass, in order."""
         runs = (Entry(*entry).backward for entry in tuple(current.log))
         return list(dict.fromkeys(run for run in runs if run is not None))
@@ -162,7 +167,7 @@ class Log:
         """
         passes = list(self._search(lookup, self.passes if among is None else [among], backward))
         if not passes:
-            raise self.never(lookup, among)
+            raise self.no_value_error(lookup, among)
         return passes
 
     def values(
@@ -170,7 +175,7 @@ class Log:
     ) -> list[Any]:
         """Return the values of a site's entries in a pass, in the order of the calls.
 
-        `read` returns an entry's value: `outline`, or by default `check`.
+        `read` returns an entry's value: `outline`, or by default `read_local`.
 
         Raises:
             AmbiguousError: the site has gradients of several autograd runs, and the key names none.
@@ -183,13 +188,13 @@ class Log:
                     f"{str(lookup)!r} has a gradient of each of {len(runs)} backward passes."
                     f"\nWrite run.passes[{current.number}].backwards[0][{str(lookup)!r}] for one."
                 )
-            entries = sorted(entries, key=_call)
-        values = list(map(read or self.check, entries))
+            entries = sorted(entries, key=_call_number)
+        values = list(map(read or self.read_local, entries))
         if lookup.leaf:
             return [leaves.get(value, lookup.leaf, str(lookup)) for value in values]
         return values
 
-    def single(
+    def single_value(
         self, lookup: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
     ) -> Any:
         """Return the only value of a site in a pass.
@@ -199,15 +204,15 @@ class Log:
         """
         values = self.values(lookup, current, entries, read)
         if len(values) > 1:
-            key, calls = str(lookup), sorted(map(_call, entries))
-            first, last = str(lookup.of_call(calls[0])), str(lookup.of_call(calls[-1]))
+            key, calls = str(lookup), sorted(map(_call_number, entries))
+            first, last = str(lookup.with_call(calls[0])), str(lookup.with_call(calls[-1]))
             raise AmbiguousError(
                 f"{key!r} ran {len(values)} times in pass {current.number}."
                 f"\nWrite {first!r} to {last!r} for one call, or .calls({key!r}) for all."
             )
         return values[0]
 
-    def by_pass(self, lookup: Lookup, read: Read | None = None) -> list[list[Any]]:
+    def values_by_pass(self, lookup: Lookup, read: Read | None = None) -> list[list[Any]]:
         """Return a site's values, call by call, for each pass that has any.
 
         Raises:
@@ -217,23 +222,23 @@ class Log:
         passes = self._search(lookup, self.passes)
         values = [self.values(lookup, *pass_entries, read) for pass_entries in passes]
         if not values:
-            raise self.never(lookup)
+            raise self.no_value_error(lookup)
         return values
 
-    def first_call(self, lookup: Lookup) -> Lookup:
+    def key_of_first_call(self, lookup: Lookup) -> Lookup:
         """Return the key of the first call of a site that ran several times in a pass."""
         entries = next(calls for _, calls in self._search(lookup, self.passes) if len(calls) > 1)
-        return lookup.of_call(min(map(_call, entries)))
+        return lookup.with_call(min(map(_call_number, entries)))
 
-    def one_of_several(self, lookup: Lookup, current: Pass, entries: list[Entry]) -> Lookup:
+    def lookup_of_first(self, lookup: Lookup, current: Pass, entries: list[Entry]) -> Lookup:
         """Return a key that names the first of a site's entries in a pass."""
         runs = list(
             dict.fromkeys(entry.backward for entry in entries if entry.backward is not None)
         )
         if len(runs) > 1:
-            lookup = lookup._replace(backward=self.backwards(current).index(runs[0]))
+            lookup = lookup._replace(backward=self.autograd_runs(current).index(runs[0]))
             entries = [entry for entry in entries if entry.backward == runs[0]]
-        return lookup.of_call(min(map(_call, entries))) if len(entries) > 1 else lookup
+        return lookup.with_call(min(map(_call_number, entries))) if len(entries) > 1 else lookup
 
     def has(self, key: Key, among: Pass | None = None, backward: int | None = None) -> bool:
         """Return whether a site has a value in a pass, or in any pass. No value is read."""
@@ -251,21 +256,21 @@ class Log:
             if backward is not None:
                 entries = [entry for entry in entries if entry.backward in (None, backward)]
             if lookup.backward is not None:
-                run = dict(enumerate(self.backwards(current))).get(lookup.backward, -1)
+                run = dict(enumerate(self.autograd_runs(current))).get(lookup.backward, -1)
                 entries = [entry for entry in entries if entry.backward == run]
             if entries:
                 yield current, entries
 
-    def check(self, entry: Entry) -> Any:
+    def read_local(self, entry: Entry) -> Any:
         """Return an entry's unchanged value, with the local shard of each DTensor.
 
         Raises:
             OverwrittenError: the value was changed in place after it was recorded.
         """
-        value = self.whole(entry)
+        value = self.read_with_dtensors(entry)
         return value if type(value) is Tensor else local_shards(value)
 
-    def whole(self, entry: Entry) -> Any:
+    def read_with_dtensors(self, entry: Entry) -> Any:
         """Return an entry's unchanged value, with DTensors as they are.
 
         Raises:
@@ -282,11 +287,11 @@ class Log:
             if why:
                 advice = _COPY if tensor_holder(part) is None else _TAKE_OUT
                 raise OverwrittenError(f"{self.sites[entry.site]} {why}.\n{advice}")
-        return value if type(value) is Tensor and not is_wrapped(value) else self.plain(value)
+        return value if type(value) is Tensor and not is_wrapped(value) else self.unwrap(value)
 
     def _why_changed(self, value: Any, was: Any) -> str | None:
         """Say why a value cannot be returned: it has changed, or may have changed undetected."""
-        if isinstance(was, Unknowable):
+        if isinstance(was, UndetectableStamp):
             return (
                 f"holds tensors in a {was.kind}, which cannot be copied, and torch does not tell"
                 " whether they have changed"
@@ -295,9 +300,9 @@ class Log:
         if any(map(is_freed, tensors)):
             return "has no numbers any more: its memory was freed after it was recorded"
         # A value with a copy beside it is compared with the copy.
-        unversioned = None if isinstance(was, Beside) else self.unversioned
+        unversioned = None if isinstance(was, StampWithCopies) else self.unversioned
         may_change = unversioned is not None and unversioned.has_now(tensors, len(self.passes))
-        if not is_as_stamped(tensors, was):
+        if not is_unchanged(tensors, was):
             return (
                 "was overwritten in place after it was recorded (by an in-place operation such as"
                 " ReLU(inplace=True) or +=)"
@@ -309,7 +314,7 @@ class Log:
             )
         return None
 
-    def plain(self, value: Any) -> Any:
+    def unwrap(self, value: Any) -> Any:
         """Remove the wrappers of finished torch.func transforms from a value."""
         if not any(is_wrapped(tensor) for _, tensor in tree.tensors(value)):
             return value
@@ -320,26 +325,30 @@ class Log:
         value = entry.value
         return value.outline() if isinstance(value, Stored | PartialGradients) else value
 
-    def settle(self) -> None:
+    def unwrap_entries(self) -> None:
         """Remove torch.func wrappers once no transform runs; a later one could mistake them."""
         for current in self.passes:
             current.log[:] = [
-                (site, value if isinstance(value, PartialGradients) else self.plain(value), *rest)
+                (
+                    site,
+                    value if isinstance(value, PartialGradients) else self.unwrap(value),
+                    *rest,
+                )
                 for site, value, *rest in current.log
             ]
         self._sorted.clear()
 
-    def never(self, lookup: Lookup, among: Pass | None = None) -> NotRecordedError:
+    def no_value_error(self, lookup: Lookup, among: Pass | None = None) -> NotRecordedError:
         """Return the error that says why a site has no value."""
         site = self.sites[lookup.number]
         passes = self.passes if among is None else [among]
         if lookup.pass_number is not None and passes:
             passes = [current for current in passes if current.number == lookup.pass_number]
             if not passes:
-                return NotRecordedError(self._no_pass(lookup, among))
+                return NotRecordedError(self._no_such_pass_text(lookup, among))
         entries = [entry for current in passes for entry in self.entries(current, lookup.number)]
         if entries and (lookup.backward is not None or lookup.call is not None):
-            return NotRecordedError(self._no_run(lookup, passes, entries))
+            return NotRecordedError(self._no_such_run_text(lookup, passes, entries))
         report = self._report()
         why = None if report is None else report().why.get(site)
         if why is None:
@@ -347,10 +356,10 @@ class Log:
             why = "it did not fire in this pass" if has_run else "the model has not run"
         return NotRecordedError(f"{site} was selected, but has no value: {why}.")
 
-    def _no_run(self, lookup: Lookup, passes: list[Pass], entries: list[Entry]) -> str:
+    def _no_such_run_text(self, lookup: Lookup, passes: list[Pass], entries: list[Entry]) -> str:
         """Say that a site has values, and none of the backward pass or call that is named."""
         if lookup.backward is not None:
-            n_backwards = max(len(self.backwards(current)) for current in passes)
+            n_backwards = max(len(self.autograd_runs(current)) for current in passes)
             return (
                 f"{str(lookup)!r} must name a backward pass that brought its gradient, got backward"
                 f" {lookup.backward} of {n_backwards}.\nWrite"
@@ -364,7 +373,7 @@ class Log:
             f"\nThe last one is {f'{site}#{last}'!r}."
         )
 
-    def _no_pass(self, lookup: Lookup, among: Pass | None) -> str:
+    def _no_such_pass_text(self, lookup: Lookup, among: Pass | None) -> str:
         if among is not None:
             return (
                 f"{str(lookup)!r} must name this pass, which is pass {among.number}."
@@ -393,7 +402,7 @@ def note_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) 
     log.append((site, value, version, *rest))
 
 
-def _entries(index: int, noted: Sequence[Noted]) -> list[Entry]:
+def _make_entries(index: int, noted: Sequence[Noted]) -> list[Entry]:
     return [
         Entry(index, fields[1], fields[2], call)
         if len(fields) < 4 or fields[3] is None
@@ -403,7 +412,7 @@ def _entries(index: int, noted: Sequence[Noted]) -> list[Entry]:
 
 
 @final
-class _Grouped:
+class _EntriesBySite:
     """The entries of a pass, grouped by site, and by call where one call is asked for."""
 
     def __init__(self, log: Sequence[Noted]) -> None:
@@ -413,21 +422,21 @@ class _Grouped:
             self._by_site.setdefault(fields[0], []).append(fields)
         self._by_call: dict[int, dict[int | None, list[Entry]]] = {}
 
-    def of(self, index: int) -> list[Entry]:
+    def of_site(self, index: int) -> list[Entry]:
         """List a site's entries."""
-        return _entries(index, self._by_site.get(index, []))
+        return _make_entries(index, self._by_site.get(index, []))
 
     def of_call(self, index: int, call: int) -> list[Entry]:
         """List the entries of one call of a site."""
         calls = self._by_call.get(index)
         if calls is None:
             calls = self._by_call[index] = {}
-            for entry in self.of(index):
+            for entry in self.of_site(index):
                 calls.setdefault(entry.call, []).append(entry)
         return calls.get(call, [])
 
 
-def _call(entry: Entry) -> int:
+def _call_number(entry: Entry) -> int:
     return entry.call or 0
 
 

@@ -13,11 +13,14 @@ from hookline.recordings.key_index import Key, Lookup, run_text
 from hookline.recordings.log_entries import Entry
 from hookline.recordings.lookups import Lookups
 from hookline.recordings.pass_log import Log, Read
-from hookline.recordings.site_tables import of_pass, pass_printout, site_rows
+from hookline.recordings.site_tables import entries_of_pass, pass_printout, site_rows
 
 
 @final
-@hides("calls_as_placed", "copies", "holds_shard", "layouts", "outline", "one_of_several")
+@hides(
+    "calls_with_dtensors", "holds_shard", "layouts", "outline", "suggest_one_value",
+    "values_by_replica",
+)  # fmt: skip
 class PassRecord(Lookups, Result):
     """One pass (run of the model) of a recording, with the look-ups of the recording.
 
@@ -60,13 +63,13 @@ class PassRecord(Lookups, Result):
     @property
     def backwards(self) -> list[PassRecord]:
         """The backward passes over this pass, in order, each with its own gradients."""
-        runs = self._log.backwards(self._pass) if self._backward is None else [self._backward]
+        runs = self._log.autograd_runs(self._pass) if self._backward is None else [self._backward]
         return [PassRecord(self._log, self._pass, run) for run in runs]
 
     @property
     def order(self) -> list[str]:
         """The keys in firing order, for instance to search for the first NaN."""
-        return self._keys(self._fired())
+        return self._shortest_keys(self._fired())
 
     def fired(self) -> list[tuple[Site, int]]:
         """List each site that fired, with the number of the module's call, in firing order."""
@@ -87,16 +90,16 @@ class PassRecord(Lookups, Result):
             NotRecordedError, AmbiguousError: as in a look-up.
             FolderError: the folder is gone or damaged.
         """
-        return self._only(key, self._log.outline)
+        return self._single_value(key, self._log.outline)
 
-    def one_of_several(self, key: Key) -> tuple[str, str]:
+    def suggest_one_value(self, key: Key) -> tuple[str, str]:
         """Return the code after this pass's name, and the key, of one of a site's values.
 
         Raises:
             NotRecordedError: the site did not fire in this pass.
         """
-        lookup = self._resolve(key)
-        return "", str(self._log.one_of_several(lookup, *self._found(lookup)))
+        lookup = self._parse_key(key)
+        return "", str(self._log.lookup_of_first(lookup, *self._find_entries(lookup)))
 
     def calls(self, key: Key) -> list[Any]:
         """Return the values of every call of a site in this pass, in order.
@@ -106,60 +109,60 @@ class PassRecord(Lookups, Result):
         """
         return self._values(key)
 
-    def calls_as_placed(self, key: Key) -> list[Any]:
+    def calls_with_dtensors(self, key: Key) -> list[Any]:
         """Return what `calls` does, with each DTensor as it is and not this rank's shard of it.
 
         Raises:
             NotRecordedError: the site did not fire in this pass.
         """
-        return self._values(key, self._log.whole)
+        return self._values(key, self._log.read_with_dtensors)
 
     def _values(self, key: Key, read: Read | None = None) -> list[Any]:
-        lookup = self._resolve(key)
-        return self._log.values(lookup, *self._found(lookup), read)
+        lookup = self._parse_key(key)
+        return self._log.values(lookup, *self._find_entries(lookup), read)
 
     def __iter__(self) -> Iterator[str]:
         fired = sorted(
             dict.fromkeys(self._fired()), key=lambda call: (call[0], call[1], call[2] or 0)
         )
-        return iter(dict.fromkeys(self._keys(fired)))
+        return iter(dict.fromkeys(self._shortest_keys(fired)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the printed table as plain values: `sites` has a dict for each site that fired."""
         return {"number": self.number, "failed": self.failed, "sites": self._table_rows()}
 
     def _table_rows(self) -> list[dict[str, Any]]:
-        noted = of_pass(self._pass, self._backward)
+        noted = entries_of_pass(self._pass, self._backward)
         return site_rows(self._log, sorted({entry[0] for entry in noted}), [noted])
 
     def _printout(self) -> Printout:
         return pass_printout(self._log, self._pass, self._backward)
 
-    def _only(self, key: Key, read: Read | None = None) -> Any:
-        lookup = self._resolve(key)
-        return self._log.single(lookup, *self._found(lookup), read)
+    def _single_value(self, key: Key, read: Read | None = None) -> Any:
+        lookup = self._parse_key(key)
+        return self._log.single_value(lookup, *self._find_entries(lookup), read)
 
     @property
     def _name(self) -> str:
         name = f"run.passes[{self.number}]"
         if self._backward is None:
             return name
-        return f"{name}.backwards[{self._log.backwards(self._pass).index(self._backward)}]"
+        return f"{name}.backwards[{self._log.autograd_runs(self._pass).index(self._backward)}]"
 
-    def _found(self, lookup: Lookup) -> tuple[Pass, list[Entry]]:
+    def _find_entries(self, lookup: Lookup) -> tuple[Pass, list[Entry]]:
         return self._log.find(lookup, self._pass, self._backward)[0]
 
     def _fired(self) -> list[tuple[int, int, int | None]]:
         return self._log.fired(self._pass, self._backward)
 
-    def _keys(self, fired: list[tuple[int, int, int | None]]) -> list[str]:
+    def _shortest_keys(self, fired: list[tuple[int, int, int | None]]) -> list[str]:
         """Return the shortest keys, with the call and the backward pass only if needed."""
         calls: dict[int, set[int]] = {}
         runs: dict[int, set[int | None]] = {}
         for index, call, run in self._log.fired(self._pass, None):
             calls.setdefault(index, set()).add(call)
             runs.setdefault(index, set()).add(run)
-        numbers = {run: number for number, run in enumerate(self._log.backwards(self._pass))}
+        numbers = {run: number for number, run in enumerate(self._log.autograd_runs(self._pass))}
         keys = []
         for index, call, run in fired:
             text = self._log.index.keys[index] + (f"#{call}" if len(calls[index]) > 1 else "")
@@ -204,7 +207,7 @@ class PassList(Sequence[PassRecord]):
         return f"{passes} of a Recording of {plural(len(self._log.sites), 'site')}"
 
 
-def pass_of(
+def make_pass(
     number: int, failed: bool | None, log: Sequence[Any], settings: Settings | None = None
 ) -> Pass:
     """Create a pass with the entries of a saved or copied one."""

@@ -36,24 +36,24 @@ from hookline.engine.provenance import Provenance
 from hookline.engine.run_settings import settings_of
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
 from hookline.findings.finding import Findings
-from hookline.recordings.folder import is_one_of_many, write, write_ranks
+from hookline.recordings.folder import has_several_ranks, write_ranks, write_recording
 from hookline.recordings.gradient_flow import GradientFlow, gradient_flow
-from hookline.recordings.join_passes import concatenated, stacked, way_to_join
+from hookline.recordings.join_passes import cat_passes, stack_passes, suggest_join_code
 from hookline.recordings.judge_passes import judge_passes
 from hookline.recordings.key_index import Key, Lookup
 from hookline.recordings.log_entries import Contents, Entry, PassContents
 from hookline.recordings.lookups import Lookups
-from hookline.recordings.notebook_html import judged_html
+from hookline.recordings.notebook_html import findings_html
 from hookline.recordings.pass_log import Log, Read, note_copied, note_transformed
-from hookline.recordings.pass_record import PassList, PassRecord, pass_of
+from hookline.recordings.pass_record import PassList, PassRecord, make_pass
 from hookline.recordings.site_tables import MOST_PASSES, recording_printout, site_rows
 from hookline.recordings.stored_values import Stored
 
 
 @final
 @hides(
-    "begin_pass", "copies", "drop_repeats", "finish", "holds_shard", "identify", "layouts",
-    "one_of_several", "take",
+    "begin_pass", "drop_repeats", "finish", "holds_shard", "layouts", "pop_passes", "set_model",
+    "suggest_one_value", "values_by_replica",
 )  # fmt: skip
 class Recording(Lookups, Result):
     """A mapping from sites to recorded values.
@@ -132,17 +132,17 @@ class Recording(Lookups, Result):
         """Keep the report of the ended line instead of the line itself."""
         self._report = report
         if self._is_transformed and not is_transformed():
-            self._log.settle()
+            self._log.unwrap_entries()
 
-    def identify(self, model: RecordedModel | Callable[[], nn.Module | None] | None) -> None:
+    def set_model(self, model: RecordedModel | Callable[[], nn.Module | None] | None) -> None:
         """Note the identity of the model, or a weak reference to the model."""
         self._model = model
         if callable(model):
             self._log.sites_of_part = partial(_sites_of_part, model)
 
-    def take(self) -> list[PassRecord]:
+    def pop_passes(self) -> list[PassRecord]:
         """Remove all passes from the recording, and return them."""
-        return [PassRecord(self._log, current) for current in self._log.take()]
+        return [PassRecord(self._log, current) for current in self._log.pop_passes()]
 
     def drop_repeats(self) -> None:
         """Drop what the last pass has recorded after each site had a value."""
@@ -169,7 +169,7 @@ class Recording(Lookups, Result):
         if self.ranks:
             fingerprints = {rank.model.fingerprint if rank.model else "" for rank in self.ranks}
             if len(fingerprints) > 1:
-                self._refuse_of_ranks("model")
+                self._refuse_several_ranks("model")
             return self.ranks[0].model
         if self._model is None or isinstance(self._model, RecordedModel):
             return self._model
@@ -211,21 +211,21 @@ class Recording(Lookups, Result):
         Raises:
             AmbiguousError: the recording holds several ranks; write `run.ranks[0].passes`.
         """
-        self._refuse_of_ranks("passes")
+        self._refuse_several_ranks("passes")
         return PassList(self._log)
 
-    def _only(self, key: Key, read: Read | None = None) -> Any:
-        log = self._holder(key)._log
+    def _single_value(self, key: Key, read: Read | None = None) -> Any:
+        log = self._rank_with_value(key)._log
         lookup = log.index.find(key)
         passes = log.find(lookup)
         if len(passes) > 1:
-            of_pass = log.one_of_several(lookup, *passes[0])
+            of_pass = log.lookup_of_first(lookup, *passes[0])
             raise AmbiguousError(
                 f"{str(lookup)!r} has a value in each of {len(passes)} passes."
                 f"\nWrite run.passes[{passes[0][0].number}][{str(of_pass)!r}] for one of them"
-                f"{_or_joined(log, lookup)}."
+                f"{_or_join_text(log, lookup)}."
             )
-        return log.single(lookup, *passes[0], read)
+        return log.single_value(lookup, *passes[0], read)
 
     def __iter__(self) -> Iterator[str]:
         if self.ranks:
@@ -248,18 +248,18 @@ class Recording(Lookups, Result):
             return any(key in rank for rank in self.ranks)
         return isinstance(key, str | Site | Selection) and self._log.has(key)
 
-    def one_of_several(self, key: Key) -> tuple[str, str]:
+    def suggest_one_value(self, key: Key) -> tuple[str, str]:
         """Return the code after `run`, and the key, of one of a site's values.
 
         Raises:
             NotRecordedError: the site did not fire.
             AmbiguousError: the site has values on several ranks.
         """
-        log = self._holder(key)._log
+        log = self._rank_with_value(key)._log
         lookup = log.index.find(key)
         (current, entries), *later = log.find(lookup)
         code = f".passes[{current.number}]" if later else ""
-        return code, str(log.one_of_several(lookup, current, entries))
+        return code, str(log.lookup_of_first(lookup, current, entries))
 
     def calls(self, key: Key) -> list[Any]:
         """Return a list of a site's values in one pass, with a value for each call of the module.
@@ -282,7 +282,7 @@ class Recording(Lookups, Result):
             AmbiguousError: the site has values of several passes, or gradients of several backward
                 passes. For one pass, write `run.passes[1].calls(key)`.
         """
-        log = self._holder(key)._log
+        log = self._rank_with_value(key)._log
         lookup = log.index.find(key)
         passes = log.find(lookup)
         if len(passes) > 1:
@@ -316,8 +316,8 @@ class Recording(Lookups, Result):
             AmbiguousError: the module ran several times in a pass.
             StructureError: the values are not tensors of one shape.
         """
-        log = self._holder(key)._log
-        return stacked(log, log.index.find(key))
+        log = self._rank_with_value(key)._log
+        return stack_passes(log, log.index.find(key))
 
     @overload
     def cat(self, key: Key, dim: int = 0) -> Tensor: ...
@@ -353,11 +353,11 @@ class Recording(Lookups, Result):
             StructureError: the values are not tensors, have no dimension `dim`, or differ in
                 another dimension.
         """
-        log = self._holder(key)._log
+        log = self._rank_with_value(key)._log
         lookup = log.index.find(key)
         if dim is None:
-            return [value for calls in log.by_pass(lookup) for value in calls]
-        return concatenated(log, lookup, dim)
+            return [value for calls in log.values_by_pass(lookup) for value in calls]
+        return cat_passes(log, lookup, dim)
 
     def gradients(self) -> GradientFlow:
         """Measure the recorded gradients: their norms, and which are dead or exploding.
@@ -383,7 +383,7 @@ class Recording(Lookups, Result):
             OverwrittenError: a gradient was changed in place after it was recorded.
             AmbiguousError: the recording holds several ranks; write `run.ranks[0].gradients()`.
         """
-        self._refuse_of_ranks("gradients()")
+        self._refuse_several_ranks("gradients()")
         return gradient_flow(self._log, self.report())
 
     def findings(self) -> Findings:
@@ -408,7 +408,7 @@ class Recording(Lookups, Result):
             FolderError: the folder of the recording is gone or damaged.
             AmbiguousError: the recording holds several ranks; write `run.ranks[0].findings()`.
         """
-        self._refuse_of_ranks("findings()")
+        self._refuse_several_ranks("findings()")
         return judge_passes(self.passes, self.modules, self.report())[0]
 
     def report(self) -> Report:
@@ -468,12 +468,12 @@ class Recording(Lookups, Result):
             RanksError: a rank did not call this in time, or selected other sites of the same model.
             AmbiguousError: the recording itself holds several ranks, because `hl.open` read it.
         """
-        self._refuse_of_ranks("save(...)")
-        if not alone and is_one_of_many(group):
+        self._refuse_several_ranks("save(...)")
+        if not alone and has_several_ranks(group):
             path, contents = write_ranks(folder, self._contents, self.sites, group, timeout)
         else:
             contents = self._contents()
-            path = write(folder, contents)
+            path = write_recording(folder, contents)
         self.lost = contents.lost
         return path
 
@@ -482,7 +482,7 @@ class Recording(Lookups, Result):
         for current in self._log.passes:
             entries = [Entry(*entry) for entry in current.log]
             for entry in entries:
-                self._log.check(entry)
+                self._log.read_local(entry)
             noted = current.number, current.failed, entries
             passes.append(PassContents(*noted, settings_of(current.settings)))
         report, lost = self.report(), list(self.lost)
@@ -513,7 +513,7 @@ class Recording(Lookups, Result):
         state = {**self.__dict__, "_report": self.report(), "_log": None, "_model": identity}
         state["copies"] = [
             (current.number, current.failed, [
-                (entry.site, self._log.check(entry), None, *entry[3:])
+                (entry.site, self._log.read_local(entry), None, *entry[3:])
                 for entry in (Entry(*noted) for noted in current.log)
             ], settings_of(current.settings))
             for current in self._log.passes
@@ -525,7 +525,7 @@ class Recording(Lookups, Result):
         self.__dict__.update(state)
         self._log = Log(self.sites, self.report)
         for copied in copies:
-            self._log.passes.append(pass_of(*copied))
+            self._log.passes.append(make_pass(*copied))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the printed table as plain values: `sites` has a dict for each site.
@@ -543,7 +543,7 @@ class Recording(Lookups, Result):
         }
 
     def _table_rows(self) -> list[dict[str, Any]]:
-        self._refuse_of_ranks("table")
+        self._refuse_several_ranks("table")
         passes = [tuple(current.log) for current in self._log.passes]
         return site_rows(self._log, range(len(self.sites)), passes)
 
@@ -564,20 +564,20 @@ class Recording(Lookups, Result):
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows: findings, the depth strip, and the table."""
-        judged = "" if self.ranks else judged_html(self.passes, self.modules, self.report())
+        judged = "" if self.ranks else findings_html(self.passes, self.modules, self.report())
         return judged + super()._repr_html_()
 
     @property
     def _name(self) -> str:
         return "run"
 
-    def _of_ranks(self) -> tuple[Recording, ...]:
+    def _rank_recordings(self) -> tuple[Recording, ...]:
         return self.ranks
 
-    def _resolve(self, key: Key) -> Lookup:
-        return self._holder(key)._log.index.find(key)
+    def _parse_key(self, key: Key) -> Lookup:
+        return self._rank_with_value(key)._log.index.find(key)
 
-    def _holder(self, key: Key) -> Recording:
+    def _rank_with_value(self, key: Key) -> Recording:
         """Return the recording of the only rank on which a site has a value."""
         if not self.ranks:
             return self
@@ -591,7 +591,7 @@ class Recording(Lookups, Result):
             )
         return self.ranks[having[0] if having else 0]
 
-    def _refuse_of_ranks(self, attribute: str) -> None:
+    def _refuse_several_ranks(self, attribute: str) -> None:
         if self.ranks:
             raise AmbiguousError(
                 f"this recording holds {len(self.ranks)} ranks, and each has its own {attribute}."
@@ -599,9 +599,9 @@ class Recording(Lookups, Result):
             )
 
 
-def _or_joined(log: Log, lookup: Lookup) -> str:
+def _or_join_text(log: Log, lookup: Lookup) -> str:
     try:
-        return f", or {way_to_join(log, lookup, log.outline)}"
+        return f", or {suggest_join_code(log, lookup, log.outline)}"
     except AmbiguousError:  # several backward passes cannot be joined
         return ""
 

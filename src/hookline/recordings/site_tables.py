@@ -50,10 +50,10 @@ def recording_printout(
 
 def pass_printout(log: Log, current: Pass, backward: int | None = None) -> Printout:
     """Describe the sites that fired in a pass, or in one backward pass over it."""
-    noted = of_pass(current, backward)
+    noted = entries_of_pass(current, backward)
     name = f"Pass {current.number}"
     if backward is not None:
-        name = f"Backward {log.backwards(current).index(backward)} over pass {current.number}"
+        name = f"Backward {log.autograd_runs(current).index(backward)} over pass {current.number}"
     numbers = sorted({entry[0] for entry in noted})
     state = "; the model raised in it" if current.failed and backward is None else ""
     head = f": {plural(len(noted), 'value')} at {plural(len(numbers), 'site')}{state}"
@@ -61,7 +61,7 @@ def pass_printout(log: Log, current: Pass, backward: int | None = None) -> Print
     return _printout(name, head, [_cells(row) for row in rows], len(numbers))
 
 
-def of_pass(current: Pass, backward: int | None) -> tuple[Noted, ...]:
+def entries_of_pass(current: Pass, backward: int | None) -> tuple[Noted, ...]:
     """Return the entries of a pass, or of one backward pass over it."""
     if backward is None:
         return tuple(current.log)
@@ -69,10 +69,10 @@ def of_pass(current: Pass, backward: int | None) -> tuple[Noted, ...]:
 
 
 def site_rows(
-    log: Log, numbers: Sequence[int], passes: Sequence[tuple[Noted, ...]]
+    log: Log, indices: Sequence[int], passes: Sequence[tuple[Noted, ...]]
 ) -> list[dict[str, Any]]:
     """Describe the values at sites by a dict of plain values for each of the sites."""
-    calls: dict[int, list[int]] = {number: [] for number in numbers}  # in each pass that has any
+    calls: dict[int, list[int]] = {number: [] for number in indices}  # in each pass that has any
     back = {number for number, site in enumerate(log.sites) if site.is_gradient}
     for noted in passes:
         n_calls = Counter([entry[0] for entry in noted if entry[0] not in back])
@@ -82,7 +82,7 @@ def site_rows(
         )
         for number in n_calls.keys() & calls.keys():
             calls[number].append(n_calls[number])
-    forms = _forms(log, numbers, passes[:MOST_PASSES])
+    forms = _shapes_and_dtypes(log, indices, passes[:MOST_PASSES])
     return [
         {
             "site": str(log.sites[number]),
@@ -92,7 +92,7 @@ def site_rows(
             "calls": _range_text(calls[number]),
             "passes": len(calls[number]),
         }
-        for number in numbers
+        for number in indices
     ]
 
 
@@ -125,7 +125,7 @@ def _recording_facts(log: Log, n_lost: int) -> str:
     return "; ".join(facts)
 
 
-def _forms(
+def _shapes_and_dtypes(
     log: Log, numbers: Sequence[int], passes: Sequence[tuple[Noted, ...]]
 ) -> dict[int, tuple[str, str]]:
     """Return, for each site, the text of its first shapes or structures and of its dtypes."""
@@ -144,10 +144,10 @@ def _forms(
             forms[number][describe.shape_or_structure(value)] = None
             for _, tensor in tree.tensors(value):
                 dtypes[number][torch_name(tensor.dtype)] = None
-    return {number: (_forms_text(forms[number]), _forms_text(dtypes[number])) for number in numbers}
+    return {number: (_list_texts(forms[number]), _list_texts(dtypes[number])) for number in numbers}
 
 
-def _forms_text(texts: Collection[str]) -> str:
+def _list_texts(texts: Collection[str]) -> str:
     text = listed(texts, _N_FORMS_SHOWN)
     return text if len(text) <= _MOST_SIGNS else f"{text[: _MOST_SIGNS - 1]}…"
 

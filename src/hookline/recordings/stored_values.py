@@ -18,7 +18,7 @@ from hookline.files.mapped_file import State
 from hookline.files.place import Place
 from hookline.files.reading import DAMAGE, UnreadableError, reading
 from hookline.files.safetensors_file import TensorFile
-from hookline.recordings.encoding import StoreTensor, decode, holds_shard, with_tensors
+from hookline.recordings.encoding import StoreTensor, decode, holds_shard, rename_tensors
 from hookline.recordings.join_dtensor_parts import Part
 
 # The fix that errors about damage give.
@@ -26,7 +26,7 @@ REMEDY = "Copy the folder again from a whole one, or record it again."
 
 
 @final
-class Files:
+class TensorFiles:
     """The tensor files of one place, each opened once, on first use.
 
     Args:
@@ -42,21 +42,21 @@ class Files:
         self._verified: dict[str, tuple[State | None, set[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Files, (self.place, self._sums)
+        return TensorFiles, (self.place, self._sums)
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor by its name in the manifest; repeated calls return the same tensor."""
-        file, key = self._place(name)
+        file, key = self._locate(name)
         return file.tensor(key)
 
     def outline(self, name: str) -> Tensor:
         """Return a meta tensor of the shape and dtype in the file's header."""
-        file, key = self._place(name)
+        file, key = self._locate(name)
         return file.outline(key)
 
-    def verified(self, name: str) -> Tensor:
+    def verify(self, name: str) -> Tensor:
         """Compare a tensor's bytes with their checksum, then return its meta tensor."""
-        file, key = self._place(name)
+        file, key = self._locate(name)
         file.verify(key)
         return file.outline(key)
 
@@ -64,7 +64,7 @@ class Files:
         """Close the files; the next look-up opens them again. Tensors already read stay valid."""
         self._opened.clear()
 
-    def _place(self, name: str) -> tuple[TensorFile, str]:
+    def _locate(self, name: str) -> tuple[TensorFile, str]:
         file, _, key = str(name).partition("/")
         opened = self._opened.get(file)
         if opened is None or not opened.file.is_current():
@@ -89,7 +89,7 @@ class Stored:
 
     __slots__ = ("_data", "_files", "_site")
 
-    def __init__(self, files: Files, data: Any, site: Site) -> None:
+    def __init__(self, files: TensorFiles, data: Any, site: Site) -> None:
         self._files = files
         self._data = data
         self._site = site
@@ -105,14 +105,14 @@ class Stored:
         """
         return self._read(lambda: decode(self._data, self._files.tensor, parts))
 
-    def encoded(self, store_tensor: StoreTensor) -> Any:
+    def encode(self, store_tensor: StoreTensor) -> Any:
         """Encode the value again as it was, with the layouts of parts of DTensors.
 
         Raises:
             FolderError, OverwrittenError: as `load`.
         """
         return self._read(
-            lambda: with_tensors(
+            lambda: rename_tensors(
                 self._data, lambda name: store_tensor(self._files.tensor(name).detach())
             )
         )
@@ -123,7 +123,7 @@ class Stored:
 
     def verify(self) -> None:
         """Compare the value's bytes with their checksums."""
-        self._read(lambda: decode(self._data, self._files.verified))
+        self._read(lambda: decode(self._data, self._files.verify))
 
     def holds_shard(self) -> bool:
         """Return whether a tensor of the value was one rank's part of a DTensor."""

@@ -22,7 +22,7 @@ def stamp(value: Any) -> tuple[int | None, ...]:
 
 @final
 @dataclass(slots=True, eq=False)
-class Beside:
+class StampWithCopies:
     """The stamp of a value that is kept with its graph and whose versions do not show all writes.
 
     Args:
@@ -36,7 +36,7 @@ class Beside:
 
 @final
 @dataclass(slots=True, eq=False)
-class Unknowable:
+class UndetectableStamp:
     """The stamp of a value that cannot be copied and whose changes cannot be detected.
 
     Args:
@@ -46,7 +46,7 @@ class Unknowable:
     kind: str
 
 
-def is_as_stamped(tensors: Sequence[Tensor], was: Any) -> bool:
+def is_unchanged(tensors: Sequence[Tensor], was: Any) -> bool:
     """Return whether a value is unchanged since it was stamped.
 
     Args:
@@ -57,7 +57,7 @@ def is_as_stamped(tensors: Sequence[Tensor], was: Any) -> bool:
         return True
     if type(was) is int:  # a fast tap notes the bare version of a lone tensor
         return tensors[0]._version == was
-    if isinstance(was, Beside):
+    if isinstance(was, StampWithCopies):
         if not all(_are_equal(tensor.detach(), copy) for tensor, copy in was.copies):
             return False
         was = was.versions

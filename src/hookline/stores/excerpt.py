@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hookline.engine import Report
 from hookline.recordings import Recording
-from hookline.recordings.pass_record import pass_of
+from hookline.recordings.pass_record import make_pass
 from hookline.stores.store import Store, site_of
 
 
@@ -44,5 +44,5 @@ def excerpt(store: Store, items: Sequence[int]) -> Recording:
         why={},
     )
     recording = Recording(sites, report)
-    recording.begin_pass(pass_of(0, False, log))
+    recording.begin_pass(make_pass(0, False, log))
     return recording

@@ -28,7 +28,7 @@ from hookline.files.place import Place, as_place
 from hookline.files.reading import DAMAGE, reading
 from hookline.files.sealed_json import MANIFEST
 from hookline.findings import Findings
-from hookline.recordings.key_index import where_else
+from hookline.recordings.key_index import suggestion_text
 from hookline.statistics import Moments, merged
 from hookline.statistics.site_dict import BySite
 from hookline.stores.column import Column
@@ -546,7 +546,7 @@ class Store(Result):
 
     def _not_stored(self, site: Site) -> str:
         same_path = [name for stored, name in self._by_site.items() if stored.path == site.path]
-        hint = where_else(str(site), same_path, list(self.sites), "stored")
+        hint = suggestion_text(str(site), same_path, list(self.sites), "stored")
         return (
             f"{str(site)!r} was never selected{hint}"
             "\nLook up one that was, or select this one too when extracting."

@@ -22,7 +22,7 @@ from hookline.display.text import pick_evenly, plural
 from hookline.display.units import measure, share
 from hookline.errors import InputError
 from hookline.recordings import PassRecord, Recording
-from hookline.recordings.figure_values import Value, chosen_values, not_drawn
+from hookline.recordings.figure_values import Value, skipped_text, values_to_draw
 from hookline.statistics.value_statistics import Array, histogram
 from hookline.views.pixels import finite_range, scale_to_unit, shrink
 from hookline.views.plots.arrange_value import arrange, drawable_tensor
@@ -64,12 +64,12 @@ def terminal_plots(recording: Recording | PassRecord) -> RenderableType:
     Raises:
         InputError: the recording has no value to draw, or several passes.
     """
-    values, skipped = chosen_values(recording, None)
+    values, skipped = values_to_draw(recording, None)
     parts: list[RenderableType] = [_Rows(values[:_MOST_SITES])]
     if len(values) > _MOST_SITES:
         parts.append(Text(f"… and {len(values) - _MOST_SITES} more sites"))
     if skipped:
-        parts.append(Text(not_drawn(skipped), style="yellow"))
+        parts.append(Text(skipped_text(skipped), style="yellow"))
     with_maps = [value for value in values if _has_maps(value)]
     for value in pick_evenly(with_maps, _MOST_MAPS):
         parts += [Text(), _first_maps(value)]

@@ -441,7 +441,7 @@ def test_a_table_of_2000_sites_and_50_gb_reads_no_tensor(served, tmp_path, monke
     assert size > 50e9
     read = []
     monkeypatch.setattr(
-        "hookline.recordings.stored_values.Files.tensor",
+        "hookline.recordings.stored_values.TensorFiles.tensor",
         lambda self, name: read.append(name) or torch.zeros(1, 4, 8, 8),
     )
     server = served(folder)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import InputError
-from hookline.recordings.feature_maps import gradcam, weighted
+from hookline.recordings.feature_maps import gradcam, sum_weighted_channels
 
 
 class Method(NamedTuple):
@@ -38,7 +38,7 @@ def gradcam_plus_plus(activations: Tensor, gradients: Tensor) -> Tensor:
     squares = gradients.square()
     below = 2 * squares + activations.sum((2, 3), keepdim=True) * squares * gradients
     alpha = squares / torch.where(below == 0, 1.0, below)
-    return weighted(activations, (alpha * gradients.relu()).sum((2, 3)))
+    return sum_weighted_channels(activations, (alpha * gradients.relu()).sum((2, 3)))
 
 
 def layercam(activations: Tensor, gradients: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def scorecam(activations: Tensor, scores: Tensor) -> Tensor:
     The paper subtracts the score of a baseline. That score is the same for all channels, so the
     softmax does not change without it.
     """
-    return weighted(activations, scores.softmax(1))
+    return sum_weighted_channels(activations, scores.softmax(1))
 
 
 METHODS = {

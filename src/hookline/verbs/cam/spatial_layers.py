@@ -17,7 +17,7 @@ from hookline.engine import Line, Selection, Selector, Site, module_tree, path_t
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import InputError, NotRecordedError, SelectionError
 from hookline.recordings import Recording
-from hookline.recordings.feature_maps import Channels, Grid, Size, channels_of, grid_of
+from hookline.recordings.feature_maps import Channels, Grid, Size, channels_of, find_grid
 from hookline.verbs.record.keep import checked
 from hookline.verbs.record.record import RecordLine, start_recording
 
@@ -97,11 +97,11 @@ def find_maps(
         if reshape is not None:
             _check_reshaped(site, tensor, reshape(tensor), n_images)
             return Layer(site, leaf, reshape)
-        grid = grid_of(
+        grid = find_grid(
             tensor, n_images, size, is_named=True, module_type=site.module_type, channels=channels
         )
         if grid is not None:
-            return Layer(site, leaf, grid.read)
+            return Layer(site, leaf, grid.to_maps)
     return None
 
 
@@ -183,7 +183,7 @@ def _spatial_outputs(
             # The model's own output is its answer, and not a layer's map.
             if not site.path or not isinstance(values[call], Tensor):
                 continue
-            grid = grid_of(
+            grid = find_grid(
                 values[call], n_images, size, is_named=False, module_type=site.module_type,
                 channels=channels,
             )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 from hookline.display.text import plural
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
-from hookline.recordings.feature_maps import scores_in
+from hookline.recordings.feature_maps import class_scores_in
 
 ClassTarget = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
 
@@ -111,7 +111,7 @@ def logits(output: Any) -> Tensor:
     Raises:
         InputError: the output holds no class scores.
     """
-    scores = scores_in(output)
+    scores = class_scores_in(output)
     if scores is None:
         raise InputError(
             f"the model must return class scores of shape (batch, classes), got"

@@ -14,7 +14,7 @@ from hookline.display.text import plural
 from hookline.engine import as_written
 from hookline.errors import NotRecordedError
 from hookline.findings import Finding
-from hookline.recordings.key_index import closest, quoted
+from hookline.recordings.key_index import closest_names, quoted
 from hookline.verbs.compare.noise_floor import Floor
 
 Verdict = Literal["identical", "noise", "differs", "not comparable"]
@@ -138,7 +138,7 @@ class Comparison(Result):
         names = [row.site for row in self.rows]
         raise NotRecordedError(
             f"the site must be a row of this comparison, got {site!r}."
-            f"\nGive one of its sites: {quoted(closest(wanted, names) or names)}."
+            f"\nGive one of its sites: {quoted(closest_names(wanted, names) or names)}."
         )
 
     def to_dict(self) -> dict[str, Any]:

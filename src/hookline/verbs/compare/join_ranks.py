@@ -156,7 +156,7 @@ def read_whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) ->
             if not _has_no_replicas(parts, dim):
                 return Unjoined(site, parts, _REPLICAS)
             return source.reduced(key, dim) if isinstance(dim, str) else source.full(key, dim)
-        copies = source.copies(key, dim)
+        copies = source.values_by_replica(key, dim)
     except (HooklineError, ValueError, RuntimeError) as error:
         return Unjoined(site, parts, first_line(error))
     first, *others = copies.values()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hookline.display.text import listed
 from hookline.engine import ROOT, paths_above
 from hookline.errors import InputError
-from hookline.recordings.key_index import closest
+from hookline.recordings.key_index import closest_names
 from hookline.verbs.compare.read_sides import Entry, Side
 
 # A function from names of the second side to names of the first, or a dict of them.
@@ -123,7 +123,7 @@ def _check_names_exist(names: Mapping[str, str], a: Side, b: Side) -> None:
         known = {start or ROOT for path in paths for start in (path, *paths_above(path))}
         unknown = next((name for name in given if name not in known), None)
         if unknown is not None:
-            near = closest(str(unknown), sorted(known))[:_MOST_SHOWN]
+            near = closest_names(str(unknown), sorted(known))[:_MOST_SHOWN]
             raise InputError(
                 f"names must have {'keys' if label == 'b' else 'values'} that are names of"
                 f" {label}, got {unknown!r}.\nGive names={{name of b: name of a}};"
@@ -142,7 +142,7 @@ def _no_pairs_message(ours: Sequence[Entry], theirs: Sequence[Entry]) -> str:
             f"\nGive one of them: {several}.passes[0]."
         )
     paths = [list({entry.path or ROOT: None for entry in side}) for side in (ours, theirs)]
-    near = {path: match[0] for path in paths[1] if (match := closest(path, paths[0]))}
+    near = {path: match[0] for path in paths[1] if (match := closest_names(path, paths[0]))}
     pairs = dict(list(near.items())[:_MOST_SHOWN]) or {paths[1][0]: paths[0][0]}
     return (
         f"a and b must have names in common, got none: a has {listed(keys[0], _MOST_SHOWN)}; b has"

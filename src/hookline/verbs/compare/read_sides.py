@@ -26,7 +26,7 @@ from hookline.errors import InputError, SelectionError
 from hookline.models.checkpoints import ModuleState, read_state_dict
 from hookline.opening import open as open_folder
 from hookline.recordings import PassRecord, Recording
-from hookline.recordings.figure_values import RecordedValue, walk
+from hookline.recordings.figure_values import RecordedValue, walk_values
 from hookline.recordings.recording import has_lost_model, lies_in_folder, living_model
 from hookline.stores import Store
 from hookline.verbs.compare.join_ranks import Dims, Unjoined, dim_of, read_whole
@@ -236,7 +236,7 @@ def _lazy_safetensors(path: Path) -> Mapping[str, Any]:
 
 def _side_of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     if isinstance(source, PassRecord):
-        of_pass = [_recorded_entry(value, "", {}) for value in walk(source)]
+        of_pass = [_recorded_entry(value, "", {}) for value in walk_values(source)]
         return Side("recording", of_pass, source=source, settings=_all_settings([source]))
     ranks = source.ranks or (source,)
     modules = {path: kind for rank in ranks for path, kind in rank.modules.items()}
@@ -244,7 +244,7 @@ def _side_of_recording(source: Recording | PassRecord, dims: Dims | None) -> Sid
     entries: dict[str, Entry] = {}  # of several ranks, those of each in its firing order
     for rank in ranks:
         has_passes = len(passes_with_values(rank)) > 1
-        for value in walk(rank):
+        for value in walk_values(rank):
             entry = _recorded_entry(value, f"#pass{value.record.number}" * has_passes, depths)
             if source.ranks:
                 read = partial(read_whole, all_ranks(source), value, entry.key, dim_of(value, dims))
@@ -308,7 +308,7 @@ def _pass_values(groups: Sequence[Group]) -> Iterator[tuple[int, tuple[Group, Re
         for records in zip(*passes, strict=False):
             for record in records:
                 suffix = f"#pass{record.number}" * (n_passes > 1)
-                yield from ((number, (group, value, suffix)) for value in walk(record))
+                yield from ((number, (group, value, suffix)) for value in walk_values(record))
             number += 1
 
 

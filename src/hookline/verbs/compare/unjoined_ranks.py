@@ -10,7 +10,7 @@ from typing import Any, final
 from hookline.display.text import listed
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import HooklineError
-from hookline.recordings.gather_and_reduce import OPS, combined
+from hookline.recordings.gather_and_reduce import OPS, reduce_saved_ranks
 from hookline.verbs.compare.compare_by_token import Passes
 from hookline.verbs.compare.comparison import QUIET, ComparedSite
 from hookline.verbs.compare.join_ranks import Unjoined
@@ -75,7 +75,7 @@ class SplitPair:
         """Return the values with those of the ranks reduced; None if they cannot be."""
         try:
             values = {
-                number: combined([*part.parts.values()], op, "", is_sharded=False)
+                number: reduce_saved_ranks([*part.parts.values()], op, "", is_sharded=False)
                 for number, part in self._by_pass.items()
             }
         except (HooklineError, ValueError, RuntimeError):  # other shapes, packed dtypes

@@ -150,7 +150,7 @@ class Worker:
         tokens = tokens_of(given, self._mask)
         with torch.no_grad():
             missing = self._forward_with_hint(tree.map_tensors(self._move, data))
-        passes = self._prefix.recording.take()
+        passes = self._prefix.recording.pop_passes()
         _check_reached(missing, passes, batch.number)
         if len(passes) != 1:
             raise InputError(
@@ -184,7 +184,7 @@ class Worker:
 
     def drop_recorded(self) -> None:
         """Forget what the model gave since the last batch."""
-        self._prefix.recording.take()
+        self._prefix.recording.pop_passes()
 
     def _inputs_of(self, batch: NumberedBatch) -> Any:
         """Return the model's inputs from a batch.
@@ -228,7 +228,7 @@ class _GatheredRecord:
 
     def calls(self, key: Site) -> list[Any]:
         """Return the value of each call at a site."""
-        return [self.gather(value) for value in self.record.calls_as_placed(key)]
+        return [self.gather(value) for value in self.record.calls_with_dtensors(key)]
 
 
 def run_shards(

@@ -115,7 +115,7 @@ class Trials:
             recorder = start_recording(line, _SITES, self.ports, {"copy": True})
             with recorder as recording:
                 passes(root)
-        recording.identify(None)  # all are of one model, whose fingerprint would take the longest
+        recording.set_model(None)  # all are of one model, whose fingerprint would take the longest
         return recording
 
     def _set_modes(self, root: nn.Module) -> AbstractContextManager[None]:

@@ -28,7 +28,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, SiteError, StructureError, only_options
-from hookline.recordings import Beside, Unknowable, stamp
+from hookline.recordings import StampWithCopies, UndetectableStamp, stamp
 from hookline.verbs.record.float32_reductions import measured
 
 _MOST_TRIED = 8  # of the tensors in a value
@@ -214,8 +214,8 @@ class Keeper:
         if holder is not None and any(
             self._must_copy(current, tensor) for tensor in every_tensor(holder)
         ):
-            return Unknowable(type(holder).__name__)
-        return stamp(result) if not beside else Beside(stamp(result), beside)
+            return UndetectableStamp(type(holder).__name__)
+        return stamp(result) if not beside else StampWithCopies(stamp(result), beside)
 
 
 def _refusal() -> StructureError:

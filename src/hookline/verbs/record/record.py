@@ -276,7 +276,7 @@ class _Recorder:
             unversioned=unversioned,
         )
         if line.root is not None:
-            self.recording.identify(weakref.ref(line.root))
+            self.recording.set_model(weakref.ref(line.root))
             settings = SettingsReader(nodes, self.recording.modules)
             looks = may_search(line.root)
             line.passes.at_root = _AtRoot(line.name, settings, looks_for_beams=looks)

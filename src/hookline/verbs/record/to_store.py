@@ -108,7 +108,7 @@ class StoreSink:
 
     def begin_pass(self, current: Pass) -> None:
         """Write the passes before this one, because their gradients have arrived by now."""
-        passes = self._recording.take()
+        passes = self._recording.pop_passes()
         if self._process.is_here:
             self._write(passes)
         else:
@@ -126,7 +126,7 @@ class StoreSink:
         problem = None
         with self._open:
             try:
-                self._write(self._recording.take())
+                self._write(self._recording.pop_passes())
             except HooklineError as error:
                 problem = error  # the rows of the passes before are written all the same
             if self._chunks:

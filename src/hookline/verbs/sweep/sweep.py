@@ -199,7 +199,7 @@ def _reader(model: nn.Module, read: str | Site | None) -> Iterator[Callable[[Any
             missing = prefix.run(inputs)
             if missing:
                 prefix.recording[missing[0]]  # raises an error that says why
-            return prefix.recording.take()[-1][prefix.sites[0]]
+            return prefix.recording.pop_passes()[-1][prefix.sites[0]]
 
         try:
             yield run

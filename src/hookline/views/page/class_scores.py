@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from hookline.errors import HooklineError
-from hookline.recordings.feature_maps import scores_in
+from hookline.recordings.feature_maps import class_scores_in
 from hookline.views.page.image_overlays import Images
 from hookline.views.page.value_entries import ValueEntry
 
@@ -37,7 +37,7 @@ def top_class_scores(output: Any, sample: int) -> dict[str, Any] | None:
     >>> scores["classes"], scores["top"][0]
     (3, [1, 9.0, 0.9998])
     """
-    scores = scores_in(output)
+    scores = class_scores_in(output)
     if scores is None or scores.shape[1] < 2 or not 0 <= sample < len(scores):
         return None
     row = scores[sample].detach().cpu().double()

@@ -12,7 +12,7 @@ from torch.linalg import vector_norm
 
 from hookline.display.text import escape_invisible
 from hookline.errors import HooklineError
-from hookline.recordings.feature_maps import Grid, Size, gradcam, grid_of
+from hookline.recordings.feature_maps import Grid, Size, find_grid, gradcam
 from hookline.statistics.value_statistics import main_tensor
 from hookline.util.optional import load
 from hookline.views.page.encode_maps import Limits, quantise
@@ -42,7 +42,7 @@ class Images(NamedTuple):
 
         Tokens are patches only if these cover the images exactly: other sequences have lengths too.
         """
-        grid = grid_of(
+        grid = find_grid(
             value, self.n_images, self.size, is_named=False, module_type=self.module_type
         )
         if grid is None or (grid.form != "tokens" and self.pixels is not None):
@@ -216,4 +216,4 @@ def _has_maps(entry: ValueEntry, images: Images) -> bool:
 
 def _sample_as_maps(value: Tensor, grid: Grid, sample: int) -> Tensor:
     """Return one sample as maps, shape `(channels, height, width)`."""
-    return grid.read(value[sample : sample + 1].detach().cpu())[0]
+    return grid.to_maps(value[sample : sample + 1].detach().cpu())[0]

@@ -218,7 +218,7 @@ class _MapsInFile:
         choice = with_channels(Choice(), None if twin is None else self._channels.get(twin.place))
         images = self._images_of_pass(entry)
         grid = None if images is None else images.for_module(entry).grid_of(tensor)
-        placed = tensor if grid is None else grid.read(tensor)
+        placed = tensor if grid is None else grid.to_maps(tensor)
         norms = None
         try:
             maps = encode_maps(placed, entry.site.module_type, choice, IN_FILE)

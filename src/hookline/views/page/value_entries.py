@@ -15,7 +15,7 @@ from hookline.engine.pytree.describe import leaf_text
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import FolderError, InputError, OverwrittenError
 from hookline.recordings import Recording
-from hookline.recordings.figure_values import RecordedValue, walk
+from hookline.recordings.figure_values import RecordedValue, walk_values
 from hookline.statistics import measure
 from hookline.statistics.value_statistics import (
     Statistics,
@@ -198,7 +198,7 @@ def list_values(recording: Recording) -> list[ValueEntry]:
 
     From a folder, only the manifest and the headers of its files are read.
     """
-    entries = [_unread_entry(recorded, order) for order, recorded in enumerate(walk(recording))]
+    entries = [_unread_entry(recorded, order) for order, recorded in enumerate(walk_values(recording))]
     places = {entry.place: entry for entry in entries}
     return [_with_main_of_value(entry, gradient_partner(places.get, entry)) for entry in entries]
 

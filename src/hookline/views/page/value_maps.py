@@ -137,7 +137,7 @@ def _encode(
     """Return the maps of a tensor; tokens of patches as channels of maps, if this is asked for."""
     grid = None if images is None else images.for_module(entry).grid_of(tensor)
     is_first = grid is None or grid.form == "channels first"
-    placed = tensor if grid is None or choice.form == "table" else grid.read(tensor)
+    placed = tensor if grid is None or choice.form == "table" else grid.to_maps(tensor)
     maps = encode_maps(placed, entry.site.module_type, choice, ASKED_FOR)
     if grid is not None and not is_model_input(entry):
         maps["isPlaced"] = True

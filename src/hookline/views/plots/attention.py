@@ -13,7 +13,7 @@ from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
 from hookline.recordings.figure_arguments import Source, check_sample
-from hookline.recordings.figure_values import Value, look_up
+from hookline.recordings.figure_values import Value, look_up_main_tensor
 from hookline.views.pixels import Scale, colour_scale, range_text, shrink
 from hookline.views.plots.arrange_value import drawable_tensor, pick_channels, select_sample
 from hookline.views.plots.channels import Tiling
@@ -83,7 +83,7 @@ def attention(
             tokens differ in number.
         HooklineError: matplotlib is not installed.
     """
-    value = look_up(recording, site)
+    value = look_up_main_tensor(recording, site)
     maps, which = _attention_maps(value, sample)
     chosen = pick_channels(maps, "index" if heads is None else heads, None, value.label)
     n_heads, n_queries, n_keys = maps.shape

@@ -12,7 +12,7 @@ from torch import Tensor
 from hookline.display.text import share_text
 from hookline.engine import Site
 from hookline.recordings.figure_arguments import Source
-from hookline.recordings.figure_values import Value, look_up
+from hookline.recordings.figure_values import Value, look_up_main_tensor
 from hookline.statistics.value_statistics import Array
 from hookline.views.pixels import Scale, colour_scale, range_text, shrink
 from hookline.views.plots.arrange_value import Arranged, arrange, pick_channels
@@ -86,7 +86,7 @@ def channels(
         InputError: the value cannot be drawn this way.
         HooklineError: matplotlib is not installed.
     """
-    value = look_up(recording, site)
+    value = look_up_main_tensor(recording, site)
     arranged = arrange(value, layout, sample)
     data, chosen = arranged.data, pick_channels(arranged.data, order, n, value.label)
     total = len(data)

@@ -14,7 +14,7 @@ from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, one_of
 from hookline.recordings.figure_arguments import Source, check_count
-from hookline.recordings.figure_values import Value, look_up, one_pass
+from hookline.recordings.figure_values import Value, look_up_main_tensor, only_pass
 from hookline.statistics.difference import difference
 from hookline.verbs.compare.compare import compare as compare_sites
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
@@ -95,12 +95,18 @@ def compare(
         check_count("n", n)
     if site is None:
         return _draw_sites(a, b, n or _MOST, order)
-    return _draw_one(look_up(a, site, "a"), look_up(b, site, "b"), n or 16, order, (sample, layout))
+    return _draw_one(
+        look_up_main_tensor(a, site, "a"),
+        look_up_main_tensor(b, site, "b"),
+        n or 16,
+        order,
+        (sample, layout),
+    )
 
 
 def _draw_sites(a: Source, b: Source, n: int, order: str) -> Figure:
     for source, name in ((a, "a"), (b, "b")):
-        one_pass(source, name)
+        only_pass(source, name)
     comparison = compare_sites(a, b)
     rows = list(comparison.rows)
     if order == "difference":

@@ -15,7 +15,7 @@ from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.recordings import GradientRow, Recording
 from hookline.recordings.figure_arguments import check_source
-from hookline.recordings.figure_values import walk
+from hookline.recordings.figure_values import walk_values
 from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
 from hookline.views.plots.site_rows import RowSheet, find_blocks, set_log_axis
 
@@ -87,7 +87,7 @@ def _in_firing_order(recording: Recording) -> tuple[tuple[GradientRow, ...], str
     """Return the rows as their modules fired, if that is known; else as they are registered."""
     rows = recording.gradients().rows
     turns: dict[str, int] = {}
-    for place, value in enumerate(walk(recording)):
+    for place, value in enumerate(walk_values(recording)):
         if value.site.port in ("output", "grad_output"):
             # Gradients come in the reverse order; those of outputs that were recorded, later.
             turn = place if value.site.port == "output" else -place

@@ -12,7 +12,7 @@ from hookline.display.text import pick_evenly, plural, share_text, shorten
 from hookline.display.units import measure, share
 from hookline.engine import Site
 from hookline.recordings.figure_arguments import Source, check_count
-from hookline.recordings.figure_values import Value, chosen_values, not_drawn
+from hookline.recordings.figure_values import Value, skipped_text, values_to_draw
 from hookline.statistics.value_statistics import histogram
 from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
 
@@ -65,13 +65,13 @@ def histograms(
     """
     check_count("bins", bins, _MOST_BINS)
     check_count("n", n)
-    values, skipped = chosen_values(recording, sites)
+    values, skipped = values_to_draw(recording, sites)
     drawn = pick_evenly(values, n)
     lines = [
         f"{share_text(len(drawn), len(values), 'site')}, {plural(bins, 'bin')} each;"
         f" height: elements a bin{', on a log axis' if log else ''}; grey line: zero",
         "evenly spaced over the depth; sites=[...] chooses" if len(drawn) < len(values) else "",
-        not_drawn(skipped),
+        skipped_text(skipped),
     ]
     columns = min(_COLUMNS, len(drawn))
     n_rows = math.ceil(len(drawn) / columns)

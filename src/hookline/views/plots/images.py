@@ -13,7 +13,7 @@ from hookline.engine.pytree import describe
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.recordings.figure_arguments import Source, check_count
-from hookline.recordings.figure_values import Value, look_up
+from hookline.recordings.figure_values import Value, look_up_main_tensor
 from hookline.statistics.value_statistics import Array
 from hookline.views.pixels import finite_range, range_text, scale_to_unit, shrink
 from hookline.views.plots.arrange_value import arrange, drawable_tensor
@@ -88,7 +88,7 @@ def images(
 def _look_up_images(recording: Source, site: str | Site) -> Value:
     """Look up a site; if the model's input was not recorded, say how to record it."""
     try:
-        return look_up(recording, site)
+        return look_up_main_tensor(recording, site)
     except NotRecordedError as error:
         if isinstance(recording, Recording):
             sites = list(recording.sites)

@@ -18,11 +18,11 @@ from hookline.recordings.figure_arguments import Source, check_source
 from hookline.recordings.figure_values import (
     Skipped,
     Value,
-    chosen_values,
-    look_up,
-    look_up_all,
-    not_drawn,
+    look_up_main_tensor,
+    look_up_tensors,
+    skipped_text,
     tensors_of,
+    values_to_draw,
 )
 from hookline.statistics.value_statistics import Array, Statistics, site_statistics
 from hookline.views.pixels import colour_scale
@@ -138,7 +138,7 @@ def _kind_text(headings: dict[str, str]) -> str:
 
 
 def _draw_over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
-    values, skipped = chosen_values(source, sites)
+    values, skipped = values_to_draw(source, sites)
     measured = [site_statistics(value.tensor) for value in values]
     headings = _headings(names, measured)
     order = "as they fired, the first at the top" if sites is None else "as they were named"
@@ -154,7 +154,7 @@ def _draw_over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
             f"{n_bad} with NaN or infinite elements, marked x; of these the finite ones are shown"
             if n_bad
             else "",
-            not_drawn(skipped),
+            skipped_text(skipped),
         ],
         [value.label for value in values],
         list(headings.values()),
@@ -201,7 +201,7 @@ def _draw_over_passes(passes: list[PassRecord], sites: Sites, names: list[str]) 
         " are shown"
         if bad
         else "",
-        not_drawn(skipped),
+        skipped_text(skipped),
     ]
     draw = _draw_curves if len(labels) <= MOST_LINES else _draw_heat_maps
     return draw(tables, labels, [record.number for record in drawn], headings, lines)
@@ -226,18 +226,18 @@ def _measure_sites(
                 bad = record.number, key
     for key in keys or ():
         if not any(key in record for record in passes):
-            look_up(passes[0], key)  # raises the error that says why
+            look_up_main_tensor(passes[0], key)  # raises the error that says why
     if not by_site:
         raise InputError(
             "the recording must hold a value that can be drawn, got none:"
-            f" {not_drawn([*skipped.values()])}.\nRecord sites with tensors."
+            f" {skipped_text([*skipped.values()])}.\nRecord sites with tensors."
         )
     return by_site, list(skipped.values()), bad
 
 
 def _named_values(record: PassRecord, keys: list[str]) -> Iterator[tuple[str, Value | Skipped]]:
     for key in keys:
-        values = look_up_all(record, key) if key in record else []
+        values = look_up_tensors(record, key) if key in record else []
         for value in values:
             yield (key if len(values) == 1 else value.label), value
 

@@ -15,7 +15,7 @@ from hookline.display.text import plural, share_text
 from hookline.engine import Site
 from hookline.errors import InputError
 from hookline.recordings.figure_arguments import Source
-from hookline.recordings.figure_values import Value, look_up
+from hookline.recordings.figure_values import Value, look_up_main_tensor
 from hookline.views.pixels import colour_scale, range_text, shrink_table
 from hookline.views.plots.arrange_value import Arranged, arrange, pick_channels
 from hookline.views.plots.figure_sheet import (
@@ -115,7 +115,7 @@ def tokens(
 def _look_up_tokens(
     recording: Source, site: str | Site, layout: str | None, sample: int
 ) -> tuple[Value, Arranged]:
-    value = look_up(recording, site)
+    value = look_up_main_tensor(recording, site)
     arranged = arrange(value, layout, sample, default="TC")
     if not arranged.space:
         raise InputError(
