@@ -19,7 +19,7 @@ from torch import nn
 import hookline as hl
 from hookline.data import guess_input, load_input
 from hookline.models import load_demo_digits, load_model
-from hookline.statistics.native import native_difference, native_moments
+from hookline.statistics.native import compile_difference, compile_moments
 from processes import ranks_of
 from zoo import Holder, Looped, SmallNet
 
@@ -36,8 +36,8 @@ if not torch.accelerator.is_available():
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_functions() -> None:
     """Compile the functions in C before the first test, so that no test starts a compiler."""
-    native_moments()
-    native_difference()
+    compile_moments()
+    compile_difference()
 
 
 @pytest.fixture(autouse=True)

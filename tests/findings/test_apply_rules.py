@@ -13,7 +13,7 @@ from torch import nn
 import hookline as hl
 from healthy_models import FAMILIES, VARIANTS, healthy_run, plain
 from hookline.findings.survey import template_of
-from hookline.findings.tensor_reading import numbers_of
+from hookline.findings.tensor_reading import measure_numbers
 from planted_faults import FAULTS, Net
 from thoroughness import tries
 
@@ -225,7 +225,7 @@ def test_the_numbers_of_a_tensor_are_those_of_numpy(dtype):
     torch.manual_seed(0)
     tensor = (torch.randn(4, 16, 9) * 3 + 1).to(dtype)
     tensor[:, :, 4] = 0
-    numbers, exact = numbers_of(tensor, "Linear"), tensor.double().numpy()
+    numbers, exact = measure_numbers(tensor, "Linear"), tensor.double().numpy()
     assert numbers.mean == pytest.approx(exact.mean(), rel=1e-4)
     assert numbers.std == pytest.approx(exact.std(), rel=1e-4)
     assert (numbers.low, numbers.high) == (exact.min(), exact.max())
@@ -234,7 +234,7 @@ def test_the_numbers_of_a_tensor_are_those_of_numpy(dtype):
 
 def test_numbers_that_are_not_finite_are_counted_apart():
     tensor = torch.tensor([1.0, math.nan, math.inf, -math.inf, 3.0])
-    numbers = numbers_of(tensor, "")
+    numbers = measure_numbers(tensor, "")
     assert (numbers.n_nan, numbers.n_inf, numbers.n_masked, numbers.mean) == (1, 1, 1, 2.0)
 
 
@@ -247,12 +247,12 @@ def test_numbers_that_are_not_finite_are_counted_apart():
     ],
 )  # fmt: skip
 def test_any_tensor_is_read_without_a_warning(tensor):
-    numbers = numbers_of(tensor, "Conv2d")
+    numbers = measure_numbers(tensor, "Conv2d")
     assert numbers.shape == tuple(tensor.shape)
 
 
 def test_a_spread_is_exact_beside_a_large_mean():
-    numbers = numbers_of(torch.randn(4096) + 1e4, "")
+    numbers = measure_numbers(torch.randn(4096) + 1e4, "")
     assert numbers.std == pytest.approx(1.0, rel=0.1)
 
 

@@ -136,7 +136,7 @@ def test_the_guess_tells_parts_from_summands():
 def test_reductions_that_are_unknown_or_mixed_are_named():
     (mixed, *_) = layouts([2], [1, 1], [("partial", "sum"), ("partial", "max")])
     assert mixed.unjoinable == "Partial(max, sum)"
-    assert layouts([2], [1], [("partial", "band")])[0].unknown == "Partial(band)"
+    assert layouts([2], [1], [("partial", "band")])[0].unjoinable == "Partial(band)"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hookline.statistics import equal_bins
-from hookline.statistics.equal_bins import counts_between
+from hookline.statistics.equal_bins import count_in_equal_bins
 
 N_BINS = st.sampled_from([1, 2, 3, 7, 24, 48, 100])
 DTYPES = st.sampled_from(["float16", "float32", "float64", "int64"])
@@ -23,7 +23,7 @@ def test_counts_are_numpys(numbers, n_bins, dtype):
         low, high = low - 0.5, high + 0.5
     edges = np.linspace(low, high, n_bins + 1)
     expected, _ = np.histogram(array.astype(np.float64), n_bins, (low, high))
-    np.testing.assert_array_equal(counts_between(array, edges), expected)
+    np.testing.assert_array_equal(count_in_equal_bins(array, edges), expected)
 
 
 @given(scale=st.integers(-40, 12), offset=st.integers(-1000, 1000), n_bins=N_BINS)
@@ -34,7 +34,7 @@ def test_counts_of_numbers_on_edges_are_numpys(scale, offset, n_bins):
     array = np.concatenate([edges, *near]).clip(low, high)
     # By the edges: NumPy refuses more bins than there are numbers between the ends.
     expected, _ = np.histogram(array, edges)
-    np.testing.assert_array_equal(counts_between(array, edges), expected)
+    np.testing.assert_array_equal(count_in_equal_bins(array, edges), expected)
 
 
 @pytest.mark.parametrize("kind", ["normal", "with zeros at the first edge", "all on an edge"])
@@ -46,13 +46,13 @@ def test_blocks_add_up(kind):
     elif kind == "all on an edge":
         array, low, high = np.zeros_like(array), np.float64(-0.5), np.float64(0.5)
     expected, edges = np.histogram(array.astype(np.float64), 48, (low, high))
-    np.testing.assert_array_equal(counts_between(array, edges), expected)
+    np.testing.assert_array_equal(count_in_equal_bins(array, edges), expected)
 
 
 @pytest.mark.parametrize("n_bins", [2, 48])
 def test_more_bins_than_numbers_between_the_ends(n_bins):
     low = 1.0
     array = np.array([low, np.nextafter(low, 2), np.nextafter(low, 2)])
-    counts = counts_between(array, np.linspace(low, array[-1], n_bins + 1))
+    counts = count_in_equal_bins(array, np.linspace(low, array[-1], n_bins + 1))
     assert counts.sum() == 3
     assert counts[0] <= 1 <= counts[-1]

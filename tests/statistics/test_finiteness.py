@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from hookline.statistics.finiteness import NonFinite, counted, kinds_in, total, total_nan
+from hookline.statistics.finiteness import (
+    NonFinite,
+    count_nan_and_inf,
+    non_finite_kinds,
+    probe_nan,
+    probe_sum,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -16,27 +22,27 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_the_total_is_finite_where_all_numbers_are(bad, dtype):
     value = {"a": torch.ones(3, dtype=dtype), "b": [torch.zeros(2)]}
-    assert torch.isfinite(total(value))
+    assert torch.isfinite(probe_sum(value))
     value["a"][1] = bad
-    assert not torch.isfinite(total(value))
+    assert not torch.isfinite(probe_sum(value))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_where_infinities_are_meant_only_a_nan_counts(dtype):
     value = (torch.tensor([1, INF, -INF], dtype=dtype), torch.ones(2))
-    assert torch.isfinite(total_nan(value))
+    assert torch.isfinite(probe_nan(value))
     value[1][0] = NAN
-    assert not torch.isfinite(total_nan(value))
+    assert not torch.isfinite(probe_nan(value))
 
 
 def test_a_value_without_numbers_has_no_total():
     for value in (None, torch.arange(3), [torch.empty(2, device="meta")]):
-        assert total(value) is None
-        assert total_nan(value) is None
+        assert probe_sum(value) is None
+        assert probe_nan(value) is None
 
 
 def test_kinds_and_counts():
     tensor = torch.tensor([NAN, INF, -INF, 1.0, NAN])
-    assert kinds_in(tensor) == NonFinite.NAN | NonFinite.INF | NonFinite.MINUS_INF
-    assert kinds_in(tensor[3:4]) == NonFinite.NONE
-    assert counted(tensor) == (2, 2)
+    assert non_finite_kinds(tensor) == NonFinite.NAN | NonFinite.INF | NonFinite.MINUS_INF
+    assert non_finite_kinds(tensor[3:4]) == NonFinite.NONE
+    assert count_nan_and_inf(tensor) == (2, 2)

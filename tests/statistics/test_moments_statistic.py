@@ -209,7 +209,7 @@ def test_modes_of_the_caller_compile_nothing_anew(compiled, monkeypatch):
 @pytest.fixture
 def nothing_compiled(monkeypatch):
     """Compiled functions are forgotten, and compiling one is counted."""
-    forms = compiled_reductions.CompiledReduction(moments_statistic._reduce, 8)
+    forms = compiled_reductions.CompiledReduction(moments_statistic._add_by_torch, 8)
     monkeypatch.setattr(moments_statistic, "_COMPILED", forms)
     asked = []
 

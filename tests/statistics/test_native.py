@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.statistics import difference, native
-from hookline.statistics.native import native_difference, native_moments
+from hookline.statistics.native import compile_difference, compile_moments
 
 PLAIN = hl.stats.moments(compile=False)
 
@@ -23,8 +23,8 @@ PLAIN = hl.stats.moments(compile=False)
 def compiled():
     if shutil.which("cc") is None:
         pytest.skip("has no C compiler")
-    assert native_moments() is not None
-    assert native_difference() is not None
+    assert compile_moments() is not None
+    assert compile_difference() is not None
 
 
 def by_c():
@@ -93,7 +93,7 @@ def test_tensors_of_another_kind_are_not_measured_together(other):
 
 
 def test_little_is_measured_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(native, "native_moments", None)
+    monkeypatch.setattr(native, "compile_moments", None)
     moments = hl.stats.moments()
     assert (
         slots_of(moments, torch.ones(1000)).tolist() == slots_of(PLAIN, torch.ones(1000)).tolist()
@@ -213,38 +213,38 @@ def test_values_are_measured_where_they_lie(monkeypatch):
 @pytest.mark.parametrize("option", ["-mno-avx512f", "-mno-avx"])
 def test_each_length_of_vectors_gives_the_same_bits(monkeypatch, option):
     monkeypatch.setenv("CC", f"{os.environ.get('CC') or 'cc'} {option}")
-    other = native_difference.__wrapped__()
+    other = compile_difference.__wrapped__()
     if other is None:
         pytest.skip(f"has no option {option}")
     for dtype in FLOATS:
         a, b = torch.randn(2, 30, 331).to(dtype)
         rows = native.Rows(a, b)
-        assert other.sizes(rows) == native_difference().sizes(rows)
-        assert other.gaps(rows, 1.0, 1.0) == native_difference().gaps(rows, 1.0, 1.0)
+        assert other.sizes(rows) == compile_difference().sizes(rows)
+        assert other.gaps(rows, 1.0, 1.0) == compile_difference().gaps(rows, 1.0, 1.0)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true", " ", "cc '", "false -v"])
 def test_without_a_compiler_there_is_no_function(compiler, monkeypatch):
     monkeypatch.setenv("CC", compiler)
-    assert native_moments.__wrapped__() is None
-    assert native_difference.__wrapped__() is None
+    assert compile_moments.__wrapped__() is None
+    assert compile_difference.__wrapped__() is None
 
 
 @pytest.mark.processes
 def test_a_compiler_may_be_given_with_arguments(monkeypatch):
     compiler = os.environ.get("CC") or "cc"
     monkeypatch.setenv("CC", f"env {compiler} -g0")
-    assert native_moments.__wrapped__() is not None
+    assert compile_moments.__wrapped__() is not None
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "make"),
     [
-        ("moments.c", "square * square", "square", native_moments),
-        ("difference.c", "ratio > to->worst_element", "ratio < 0", native_difference),
-        ("difference.c", "x[part] != y[part]", "x[part] == y[part]", native_difference),
+        ("moments.c", "square * square", "square", compile_moments),
+        ("difference.c", "ratio > to->worst_element", "ratio < 0", compile_difference),
+        ("difference.c", "x[part] != y[part]", "x[part] == y[part]", compile_difference),
     ],
 )
 def test_a_function_that_is_wrong_is_not_used(monkeypatch, tmp_path, name, right, wrong, make):

@@ -8,13 +8,13 @@ from torch import nn
 
 import hookline as hl
 from hookline.engine import Site
-from hookline.statistics.site_dict import BySite
+from hookline.statistics.site_dict import SiteDict
 
 WAYS = ["", "(root)", "(root):output", ":output", Site("")]
 
 
 def test_each_way_to_write_a_site_finds_it():
-    numbers = BySite({"(root)": 1, "fc": 2, "fc:input": 3})
+    numbers = SiteDict({"(root)": 1, "fc": 2, "fc:input": 3})
     for way in WAYS:
         assert numbers[way] == numbers.get(way) == 1
         assert way in numbers
@@ -24,7 +24,7 @@ def test_each_way_to_write_a_site_finds_it():
 
 
 def test_a_site_that_is_not_there_is_named_with_others():
-    numbers = BySite({"(root)": 1, "fc": 2})
+    numbers = SiteDict({"(root)": 1, "fc": 2})
     with pytest.raises(hl.NotRecordedError, match=r"got 'fd'.\nGive one of them, .*'fc'"):
         numbers["fd"]
     assert numbers.get("fd", 7) == 7

@@ -19,8 +19,8 @@ from hookline.curves.ports import STAGES, path_and_port
 from hookline.curves.slot_layout import NO_TURN
 from hookline.curves.step_reports import StepReport
 from hookline.display.text import listed, plural
-from hookline.findings.finding import Finding, Findings, Level, in_order
-from hookline.findings.survey import TIMES, further_text, template_of, times_text
+from hookline.findings.finding import Finding, Findings, Level, sort_by_level
+from hookline.findings.survey import TIMES, factor_text, further_text, template_of
 
 _JUMP = 10.0  # times the greatest norm so far, apart from the last steps
 _BEGUN = 3.0  # the same, where a jump began
@@ -162,7 +162,7 @@ def findings_of_steps(
         notes = ["Jumps were not judged: measure norms, with stats=hl.stats.moments()."]
     elif empty := _sites_without_numbers(training):
         notes = [f"Not judged, because they hold no numbers: {listed(empty, _MOST_NAMED)}."]
-    return Findings(in_order(findings), facts, notes)
+    return Findings(sort_by_level(findings), facts, notes)
 
 
 def _sites_without_numbers(training: _Training) -> list[str]:
@@ -199,7 +199,7 @@ def _jumps(training: _Training) -> Iterator[Finding]:
     if {onset.port for onset in at_once} == {"update"}:
         yield _jump_of_updates(training, at_once, onsets, level)
         return
-    number = times_text(math.log(first.factor))
+    number = factor_text(math.log(first.factor))
     text = f"The {what} at {first.site} jumps {number} at step {first.step:,}."
     before = {
         "gradient": "Outputs of this step are as before. ",
@@ -240,7 +240,7 @@ def _jump_of_updates(
 ) -> Finding:
     most = max(at_once, key=lambda onset: onset.factor)
     n_updates = len(training.where("update"))
-    number = times_text(math.log(most.factor))
+    number = factor_text(math.log(most.factor))
     whose = f"The update at {most.site} jumps"
     if len(at_once) > n_updates / 2:
         whose = f"{len(at_once)} of {n_updates} updates jump"
@@ -408,7 +408,7 @@ def _drifting_norms(training: _Training) -> Iterator[Finding]:
     if not onsets:
         return
     first, *others = sorted(onsets, key=lambda onset: onset.time)
-    number = times_text(math.log(first.factor))
+    number = factor_text(math.log(first.factor))
     text = f"The {first.noun} at {first.site} grows {number}."
     why = "The median of the last steps beside that of the first half."
     advice = "Lower the learning rate, or clip gradients."

@@ -69,7 +69,7 @@ def _histogram_from_slots(statistic: HistogramStatistic, slots: Array) -> dict[s
 
 
 def _quantiles_from_slots(statistic: QuantilesStatistic, slots: Array) -> dict[str, Array]:
-    n_finite, values = statistic.values_of(slots)
+    n_finite, values = statistic.results_of_many(slots)
     non_finite, is_any = slots[:, -_N_EXTREMES - 1], n_finite > 0
     return {
         "error": np.full(len(slots), statistic.error),

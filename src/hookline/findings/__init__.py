@@ -3,4 +3,4 @@
 from hookline.findings.finding import Finding as Finding
 from hookline.findings.finding import Findings as Findings
 from hookline.findings.finding import Level as Level
-from hookline.findings.finding import in_order as in_order
+from hookline.findings.finding import sort_by_level as sort_by_level

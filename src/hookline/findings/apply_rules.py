@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hookline.findings import backward_rules, forward_rules
-from hookline.findings.finding import Finding, in_order
-from hookline.findings.spread_rules import spreads
+from hookline.findings.finding import Finding, sort_by_level
+from hookline.findings.spread_rules import unusual_spreads
 from hookline.findings.survey import Survey
 
 _CAUSES = ("dead", "channels", "exploding", "vanishing", "non-finite")
@@ -18,13 +18,13 @@ def findings_of(survey: Survey) -> list[Finding]:
     broken = list(forward_rules.non_finite(survey))
     place = {reading.site: k for k, reading in reversed(list(enumerate(survey.readings)))}
     values = [
-        *forward_rules.dead(survey),
-        *forward_rules.channels(survey),
-        *spreads(survey),
-        *forward_rules.saturated(survey),
-        *forward_rules.dtypes(survey),
-        *forward_rules.shared(survey),
-        *forward_rules.without_norm(survey),
+        *forward_rules.dead_outputs(survey),
+        *forward_rules.dead_channels(survey),
+        *unusual_spreads(survey),
+        *forward_rules.saturated_attention(survey),
+        *forward_rules.odd_dtypes(survey),
+        *forward_rules.shared_modules(survey),
+        *forward_rules.missing_norms(survey),
     ]
     values.sort(key=lambda finding: place.get(finding.site, -1))
     never_called = list(forward_rules.never_called(survey))
@@ -32,9 +32,11 @@ def findings_of(survey: Survey) -> list[Finding]:
     is_blamed = any(f.kind in _CAUSES and f.level != "note" for f in findings)
     if not broken:
         findings += backward_rules.non_finite(survey)
-        findings += [*backward_rules.cut(survey), *backward_rules.frozen(survey, is_blamed)]
+        findings += backward_rules.stopped_gradient(survey)
+        findings += backward_rules.frozen_parameters(survey, is_blamed)
     if not broken and not is_blamed:
-        findings += [*backward_rules.through_depth(survey), *backward_rules.dead_gradients(survey)]
-    findings += [*forward_rules.outliers(survey), *forward_rules.repeats(survey)]
+        findings += backward_rules.exploding_or_vanishing(survey)
+        findings += backward_rules.dead_gradients(survey)
+    findings += [*forward_rules.outliers(survey), *forward_rules.equal_outputs(survey)]
     findings += [finding for finding in never_called if finding.level == "note"]
-    return in_order(findings)
+    return sort_by_level(findings)

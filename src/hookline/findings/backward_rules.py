@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from hookline.display.text import listed, plural
-from hookline.findings.change_point import change_in
+from hookline.findings.change_point import find_change
 from hookline.findings.finding import Finding, Level
-from hookline.findings.forward_rules import follow, non_finite_finding
+from hookline.findings.forward_rules import later_sites, non_finite_finding
 from hookline.findings.survey import (
     Survey,
+    factor_text,
     further_text,
     kind_and_verb,
-    log_of,
+    log_or_nan,
     template_of,
-    times_text,
 )
 from hookline.findings.tensor_reading import Reading
 
@@ -36,7 +36,7 @@ def non_finite(survey: Survey) -> Iterator[Finding]:
     yield non_finite_finding(first, n_bad, "in the gradient at", why, advice, bad)
 
 
-def cut(survey: Survey) -> Iterator[Finding]:
+def stopped_gradient(survey: Survey) -> Iterator[Finding]:
     """Name the last layer, in firing order, that the gradient never reached."""
     reached = {r.path for r in survey.gradients if r.port == "grad_output"}
     silent = [(path, why) for path, port, why in survey.silent if port == "grad_output"]
@@ -50,23 +50,25 @@ def cut(survey: Survey) -> Iterator[Finding]:
         return
     stretch, after = runs[place][1], runs[place + 1][1][0]
     is_start = place == 0
-    level: Level = "warning" if is_start or _has_siblings(stretch, runs) else "note"
+    level: Level = "warning" if is_start or _reached_elsewhere(stretch, runs) else "note"
     reading = stretch[-1]
     text = f"The gradient stops between {after.site} and {reading.site}."
     names = listed([r.site for r in stretch], 3)
     why = f"{plural(len(stretch), 'layer')} before it without one: {names}."
     advice = "Look for detach(), no_grad(), .data, .item() or an integer operation there."
-    sites = follow(stretch, reading)
+    sites = later_sites(stretch, reading)
     yield Finding("cut", text, reading.site, level, "no gradient", why, advice, sites)
 
 
-def _has_siblings(stretch: Sequence[Reading], runs: Sequence[tuple[bool, list[Reading]]]) -> bool:
+def _reached_elsewhere(
+    stretch: Sequence[Reading], runs: Sequence[tuple[bool, list[Reading]]]
+) -> bool:
     """Tell whether the gradient reached the same place of other blocks."""
     templates = {template_of(r.path) for is_lost, group in runs if not is_lost for r in group}
     return any("#" in (place := template_of(r.path)) and place in templates for r in stretch)
 
 
-def frozen(survey: Survey, is_blamed: bool) -> Iterator[Finding]:
+def frozen_parameters(survey: Survey, is_blamed: bool) -> Iterator[Finding]:
     """Name parameters without a gradient, whose siblings have one.
 
     Args:
@@ -95,7 +97,7 @@ def frozen(survey: Survey, is_blamed: bool) -> Iterator[Finding]:
     yield Finding("frozen", text, site, "warning", "no gradient", why, advice, tuple(others))
 
 
-def through_depth(survey: Survey) -> Iterator[Finding]:
+def exploding_or_vanishing(survey: Survey) -> Iterator[Finding]:
     """Name the block at which gradients begin to explode or to vanish on their way back."""
     trunk_paths = [(r.path, r.call, r.leaf) for r in survey.trunk]
     gradients = {
@@ -106,12 +108,12 @@ def through_depth(survey: Survey) -> Iterator[Finding]:
     trunk = [gradients[key] for key in reversed(trunk_paths) if key in gradients]
     if len(trunk) < 3:
         return
-    levels = [log_of(r.numbers.rms) for r in trunk]
+    levels = [log_or_nan(r.numbers.rms) for r in trunk]
     steps = [
         after - before if ours.numbers.shape == theirs.numbers.shape else 0.0
         for (before, ours), (after, theirs) in itertools.pairwise(zip(levels, trunk, strict=True))
     ]
-    change = change_in(steps)
+    change = find_change(steps)
     if change is not None:
         yield _depth_finding(trunk, *change)
 
@@ -119,14 +121,14 @@ def through_depth(survey: Survey) -> Iterator[Finding]:
 def _depth_finding(trunk: Sequence[Reading], first: int, last: int, logarithm: float) -> Finding:
     block, end = trunk[first], trunk[last]
     kind, verb = kind_and_verb(logarithm)
-    text = f"The gradient {verb} {times_text(logarithm)} on its way back through {block.path}"
+    text = f"The gradient {verb} {factor_text(logarithm)} on its way back through {block.path}"
     text += "." if last == first + 1 else f" to {end.path}."
     why = (
         f"Its root mean square is {block.numbers.rms:.3g} where it enters {block.path}, and"
         f" {end.numbers.rms:.3g} where it then reaches {end.path}."
     )
     advice = f"Look at the weights, and for saturated activations, in {block.path}."
-    number, sites = times_text(logarithm), tuple(r.site for r in trunk[first + 1 :])
+    number, sites = factor_text(logarithm), tuple(r.site for r in trunk[first + 1 :])
     return Finding(f"{kind} gradient", text, block.site, "warning", number, why, advice, sites)
 
 
@@ -138,5 +140,5 @@ def dead_gradients(survey: Survey) -> Iterator[Finding]:
         return
     first = zero[0]
     text, why = f"The gradient at {first.site} is all zero.", f"{plural(len(zero), 'gradient')} so."
-    sites = follow(zero, first)
+    sites = later_sites(zero, first)
     yield Finding("dead gradient", text, first.site, "note", "100 % zero", why, follows=sites)

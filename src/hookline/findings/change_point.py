@@ -21,7 +21,7 @@ class Change(NamedTuple):
     logarithm: float
 
 
-def change_in(steps: Sequence[float]) -> Change | None:
+def find_change(steps: Sequence[float]) -> Change | None:
     """Return the first jump, else the first steady stretch; None without either.
 
     >>> change_in([0.1, 0.0, 6.0, 0.1])
@@ -34,10 +34,10 @@ def change_in(steps: Sequence[float]) -> Change | None:
     for k, step in enumerate(steps):
         if abs(step) > max(_LEAST_JUMP, _USUAL_STEPS * usual):
             return Change(k, k + 1, step)
-    return _steady(steps, 1) or _steady(steps, -1)
+    return _find_steady_stretch(steps, 1) or _find_steady_stretch(steps, -1)
 
 
-def _steady(steps: Sequence[float], sign: int) -> Change | None:
+def _find_steady_stretch(steps: Sequence[float], sign: int) -> Change | None:
     start = 0
     for k in range(len(steps) + 1):
         if k < len(steps) and sign * steps[k] > _STEADY:

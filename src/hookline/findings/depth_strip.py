@@ -52,17 +52,17 @@ def strip_svg(survey: Survey, findings: Iterable[Finding]) -> str:
     gradients = {(r.path, r.call): r for r in survey.gradients if r.port == "grad_output"}
     twins = [gradients.get((r.path, r.call)) for r in outputs]
     lanes = _lanes(outputs, twins)
-    drawing = _Drawing(outputs, _trunk(survey, outputs))
+    drawing = _Drawing(outputs, _block_places(survey, outputs))
     height = _TOP + sum(lane.height + _GAP for lane in lanes) + _BOTTOM
     parts: list[str] = []
     top = _TOP
     for lane in lanes:
-        parts += drawing.lane(lane, top)
+        parts += drawing.draw_lane(lane, top)
         top += lane.height + _GAP
-    parts += drawing.names(height)
-    parts += drawing.pins(findings, height)
+    parts += drawing.draw_block_names(height)
+    parts += drawing.draw_pins(findings, height)
     if len(outputs) <= _MOST_TITLES:
-        parts += drawing.titles(lanes, height)
+        parts += drawing.draw_titles(lanes, height)
     words = f"{plural(len(outputs), 'output')} in firing order: {', '.join(x.name for x in lanes)}"
     return (
         f'<svg role="img" aria-label="{escape_html(words)}" viewBox="0 0 {_WIDTH} {height}"'
@@ -75,36 +75,36 @@ def _lanes(outputs: Sequence[Reading], twins: Sequence[Reading | None]) -> list[
     lanes = [
         _Lane(
             "Spread", "std, forward", "fwd", 48,
-            [_finite(r.numbers.std) for r in outputs], [r.numbers.n_bad > 0 for r in outputs],
+            [_or_none(r.numbers.std) for r in outputs], [r.numbers.n_bad > 0 for r in outputs],
         ),
         _Lane(
             "Zeros", "", "", 26,
-            [_zeros(r.numbers) for r in outputs], [False] * len(outputs), is_log=False,
+            [_zero_share(r.numbers) for r in outputs], [False] * len(outputs), is_log=False,
         ),
     ]  # fmt: skip
     if any(twin is not None for twin in twins):
         norms = [
-            None if t is None else _finite(t.numbers.rms * t.numbers.numel**0.5) for t in twins
+            None if t is None else _or_none(t.numbers.rms * t.numbers.numel**0.5) for t in twins
         ]
         broken = [t is not None and t.numbers.n_bad > 0 for t in twins]
         lanes.append(_Lane("Gradient", "norm, backward", "bwd", 48, norms, broken))
     return lanes
 
 
-def _zeros(numbers: Numbers) -> float | None:
+def _zero_share(numbers: Numbers) -> float | None:
     """Return the share of zeros; None of integers, which are not read, and without elements."""
     is_read = numbers.dtype.is_floating_point or numbers.dtype.is_complex
     return numbers.zeros / numbers.numel if is_read and numbers.numel else None
 
 
-def _trunk(survey: Survey, outputs: Sequence[Reading]) -> list[int]:
+def _block_places(survey: Survey, outputs: Sequence[Reading]) -> list[int]:
     """Return the places of the repeated blocks; without any, of the modules at the top."""
     blocks = {(reading.path, reading.call) for reading in survey.trunk}
     places = [k for k, r in enumerate(outputs) if (r.path, r.call) in blocks]
     return places or [k for k, r in enumerate(outputs) if r.path and "." not in r.path]
 
 
-def _finite(number: float) -> float | None:
+def _or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
@@ -120,7 +120,7 @@ class _Drawing:
     def _x(self, place: int) -> float:
         return _LEFT + self._step * (place + 0.5)
 
-    def lane(self, lane: _Lane, top: int) -> Iterator[str]:
+    def draw_lane(self, lane: _Lane, top: int) -> Iterator[str]:
         """Yield a lane: its name, the numbers at its ends, its marks, and what is not finite."""
         bottom = top + lane.height
         yield f'<text x="0" y="{top + 10}" font-weight="600">{lane.name}</text>'
@@ -129,11 +129,11 @@ class _Drawing:
             f'<path d="M{_LEFT} {bottom + 0.5}H{_WIDTH - _RIGHT}" stroke="currentColor"'
             ' opacity=".25"/>'
         )
-        heights, ends = _scaled(lane, top)
+        heights, ends = _lane_heights(lane, top)
         for text, y in zip(ends, (bottom, top + 9), strict=False):
             yield f'<text x="{_LEFT - 6}" y="{y}" text-anchor="end" opacity=".65">{text}</text>'
-        yield from self._curve(lane, heights) if lane.is_log else self._bars(heights, bottom)
-        yield from self._broken(lane, top)
+        yield from (self._curve(lane, heights) if lane.is_log else self._bars(heights, bottom))
+        yield from self._draw_non_finite(lane, top)
 
     def _curve(self, lane: _Lane, heights: Sequence[float | None]) -> Iterator[str]:
         ink = INKS[lane.ink]
@@ -163,7 +163,7 @@ class _Drawing:
             )
             yield f'<path d="{path}" fill="{ink}" opacity="{opacity}"/>' * bool(path)
 
-    def _broken(self, lane: _Lane, top: int) -> Iterator[str]:
+    def _draw_non_finite(self, lane: _Lane, top: int) -> Iterator[str]:
         for place, is_bad in enumerate(lane.is_bad):
             if is_bad:
                 x, width = self._x(place) - self._step / 2, max(2.0, self._step)
@@ -172,7 +172,7 @@ class _Drawing:
                     f' fill="{INKS["error"]}" opacity=".3"/>'
                 )
 
-    def names(self, height: int) -> Iterator[str]:
+    def draw_block_names(self, height: int) -> Iterator[str]:
         """Yield the names of the trunk below the axis, where there is room."""
         end = 0.0
         for place in self._trunk:
@@ -186,24 +186,24 @@ class _Drawing:
                 )
                 end = x + half + 6
 
-    def pins(self, findings: Iterable[Finding], height: int) -> Iterator[str]:
+    def draw_pins(self, findings: Iterable[Finding], height: int) -> Iterator[str]:
         """Yield a pin for each error and warning, at the site where it begins."""
         for finding in reversed([*findings]):
-            place = self._place(finding.site)
+            place = self._output_index(finding.site)
             if finding.level not in _PINS or place is None:
                 continue
             ink, x = INKS[finding.level], self._x(place)
             yield _PINS[finding.level].format(x=x, ink=ink)
             yield f'<path d="M{x:.1f} {_TOP}V{height - _BOTTOM}" stroke="{ink}" opacity=".5"/>'
 
-    def _place(self, site: str) -> int | None:
+    def _output_index(self, site: str) -> int | None:
         path = site.partition(":")[0].partition("#")[0]
         path = "" if path == "(root)" else path
         alike = [k for k, r in enumerate(self._outputs) if r.path == path]
         inside = [k for k, r in enumerate(self._outputs) if path and r.path.startswith(f"{path}.")]
         return next(iter([*alike, *inside]), None)
 
-    def titles(self, lanes: Sequence[_Lane], height: int) -> Iterator[str]:
+    def draw_titles(self, lanes: Sequence[_Lane], height: int) -> Iterator[str]:
         """Yield an invisible column for each output, whose title tells its numbers."""
         formats: Mapping[bool, Callable[[float | None], str]] = {True: measure, False: share}
         for place, reading in enumerate(self._outputs):
@@ -222,7 +222,7 @@ class _Drawing:
             )
 
 
-def _scaled(lane: _Lane, top: int) -> tuple[list[float | None], list[str]]:
+def _lane_heights(lane: _Lane, top: int) -> tuple[list[float | None], list[str]]:
     """Return the height of each number in a lane, and the numbers at its bottom and its top."""
     bottom = top + lane.height
     if not lane.is_log:

@@ -153,7 +153,7 @@ class Findings(Result, Sequence[Finding]):
         )
 
 
-def in_order(rows: Sequence[Finding]) -> list[Finding]:
+def sort_by_level(rows: Sequence[Finding]) -> list[Finding]:
     """Order findings by level; among equals the order stays."""
     return sorted(rows, key=lambda finding: LEVELS.index(finding.level))
 

@@ -17,7 +17,7 @@ from hookline.findings.survey import (
     is_activation,
     is_inside,
     is_norm,
-    is_passing,
+    is_pass_through,
     is_weighted,
     template_of,
 )
@@ -35,12 +35,12 @@ _LEAST_NORMS = 3  # for each block without one
 _MOST_NAMED = 3
 
 
-def follow(readings: Iterable[Reading], first: Reading) -> tuple[str, ...]:
+def later_sites(readings: Iterable[Reading], first: Reading) -> tuple[str, ...]:
     """Return the sites of the later readings."""
     return tuple(dict.fromkeys(r.site for r in readings if r is not first and r.site != first.site))
 
 
-def _bad_text(reading: Reading) -> str:
+def _non_finite_text(reading: Reading) -> str:
     """Name the kinds of numbers that are not finite."""
     numbers = reading.numbers
     kinds = ["NaN"] * bool(numbers.n_nan) + ["inf"] * bool(numbers.n_inf)
@@ -52,9 +52,9 @@ def non_finite_finding(
     first: Reading, n_bad: int, place: str, why: str, advice: str, later: Iterable[Reading]
 ) -> Finding:
     """Describe the first value with a NaN or an infinity."""
-    kinds, part = _bad_text(first), share(n_bad / max(first.numbers.numel, 1))
+    kinds, part = _non_finite_text(first), share(n_bad / max(first.numbers.numel, 1))
     text, number = f"{kinds} begins {place} {first.site}.", f"{part} {kinds}"
-    sites = follow(later, first)
+    sites = later_sites(later, first)
     return Finding("non-finite", text, first.site, "error", number, why, advice, sites)
 
 
@@ -75,7 +75,7 @@ def non_finite(survey: Survey) -> Iterator[Finding]:
     elif source is not None and not source.numbers.n_bad:
         why += f" The value before it, {source.site}, is finite."
     if later:
-        why += f" {_have(later, 'later value')} some."
+        why += f" {_n_have_text(later, 'later value')} some."
     advice = f"Look at the weights and the input of {first.path or 'the model'}."
     advice += " hl.check names the operation."
     yield non_finite_finding(first, n_bad, "at", why, advice, later)
@@ -103,27 +103,27 @@ def _overflow_text(first: Reading, source: Reading) -> str:
     return ""
 
 
-def dead(survey: Survey) -> Iterator[Finding]:
+def dead_outputs(survey: Survey) -> Iterator[Finding]:
     """Name each output that is all zero while what flows into it is not."""
-    own = (r for r in survey.leaf_outputs if not is_passing(r.module_type))
+    own = (r for r in survey.leaf_outputs if not is_pass_through(r.module_type))
     zero = [r for r in own if r.numbers.is_zero and r.numbers.numel > _LEAST_NUMEL]
     meant = []
     for reading in zero:
         source = survey.before.get(id(reading))
         if source is not None and source.numbers.is_zero:
             continue
-        if _is_meant(reading, survey):
+        if _is_zero_by_init(reading, survey):
             meant.append(reading)
         else:
             yield _dead_finding(reading, zero, survey)
     if meant:
         text = f"{listed([reading.site for reading in meant], _MOST_NAMED)}: all zero."
         why = "The last layer, or the same place of most blocks: probably initialised to zero."
-        sites = follow(meant, meant[0])
+        sites = later_sites(meant, meant[0])
         yield Finding("dead", text, meant[0].site, "note", "100 % zero", why, follows=sites)
 
 
-def _is_meant(reading: Reading, survey: Survey) -> bool:
+def _is_zero_by_init(reading: Reading, survey: Survey) -> bool:
     """Tell whether zeros are probably how a model begins: a head, or the last norm of branches."""
     leaves = survey.leaf_outputs
     if reading is leaves[-1] and is_weighted(reading):
@@ -133,7 +133,7 @@ def _is_meant(reading: Reading, survey: Survey) -> bool:
     if len(group) < 2 or n_zero < _MOST_ZERO_SIBLINGS * len(group):
         return False
     place = next(k for k, leaf in enumerate(leaves) if leaf is reading)
-    later = (leaf for leaf in leaves[place + 1 :] if not is_passing(leaf.module_type))
+    later = (leaf for leaf in leaves[place + 1 :] if not is_pass_through(leaf.module_type))
     following = next(later, None)
     return following is None or not following.numbers.is_zero
 
@@ -147,11 +147,11 @@ def _dead_finding(reading: Reading, zero: Sequence[Reading], survey: Survey) -> 
     advice = f"Look at the weights and the bias of {(source or reading).path}."
     if not is_activation(reading.module_type):
         advice = f"Look at the weights of {reading.path}, and at what zeroes them."
-    text, sites = f"{reading.site} passes nothing.", follow(zero, reading)
+    text, sites = f"{reading.site} passes nothing.", later_sites(zero, reading)
     return Finding("dead", text, reading.site, "warning", "100 % zero", why, advice, sites)
 
 
-def channels(survey: Survey) -> Iterator[Finding]:
+def dead_channels(survey: Survey) -> Iterator[Finding]:
     """Name layers with channels, features or heads that are zero in the whole batch."""
     notes = []
     for reading in survey.leaf_outputs:
@@ -164,15 +164,15 @@ def channels(survey: Survey) -> Iterator[Finding]:
         if source is not None and set(numbers.dead) <= set(source.numbers.dead):
             continue
         if is_weighted(reading) or is_norm(reading.module_type):
-            yield _channel_finding(reading, "warning", [])
+            yield _channels_finding(reading, "warning", [])
         else:
             notes.append(reading)
     if notes:
         worst = max(notes, key=lambda r: len(r.numbers.dead) / r.numbers.n_channels)
-        yield _channel_finding(worst, "note", notes)
+        yield _channels_finding(worst, "note", notes)
 
 
-def _channel_finding(reading: Reading, level: Level, others: list[Reading]) -> Finding:
+def _channels_finding(reading: Reading, level: Level, others: list[Reading]) -> Finding:
     numbers = reading.numbers
     indices, n_dead = numbers.dead, len(numbers.dead)
     is_run = indices[-1] - indices[0] == n_dead - 1 and n_dead > 1
@@ -181,30 +181,32 @@ def _channel_finding(reading: Reading, level: Level, others: list[Reading]) -> F
     why = f"In all {numbers.per_channel:,} elements of each."
     why += " They stand in a row, as those of a head do." * (is_run and level == "warning")
     advice = f"Look at these rows of the weight of {reading.path}." if level == "warning" else ""
-    part, sites = share(n_dead / max(numbers.n_channels, 1)), follow(others, reading)
+    part, sites = share(n_dead / max(numbers.n_channels, 1)), later_sites(others, reading)
     return Finding("channels", text, reading.site, level, part, why, advice, sites)
 
 
 def outliers(survey: Survey) -> Iterator[Finding]:
     """Name the values with an element that is far from the mean."""
-    far = [(distance, r) for r in survey.leaf_outputs if (distance := _distance(r)) > _OUTLIER]
+    far = [
+        (distance, r) for r in survey.leaf_outputs if (distance := _farthest_in_stds(r)) > _OUTLIER
+    ]
     if not far:
         return
     (distance, first), (farthest, worst) = far[0], max(far, key=lambda pair: pair[0])
     text = f"An element of {first.site} is {distance:.0f} standard deviations from the mean."
-    why = f"{_have(far)} one beyond {_OUTLIER:g}"
+    why = f"{_n_have_text(far)} one beyond {_OUTLIER:g}"
     why += f"; {worst.site} has the farthest, at {farthest:.0f}." if worst is not first else "."
     advice = "Low precision and quantisation lose the other elements beside it."
-    number, sites = f"{distance:.0f} sigma", follow([r for _, r in far], first)
+    number, sites = f"{distance:.0f} sigma", later_sites([r for _, r in far], first)
     yield Finding("outlier", text, first.site, "note", number, why, advice, sites)
 
 
-def _have(values: Sequence[Any], noun: str = "value") -> str:
+def _n_have_text(values: Sequence[Any], noun: str = "value") -> str:
     """Say that so many values have something, in words that agree."""
     return f"{plural(len(values), noun)} {'has' if len(values) == 1 else 'have'}"
 
 
-def _distance(reading: Reading) -> float:
+def _farthest_in_stds(reading: Reading) -> float:
     """Return how many standard deviations the farthest element is from the mean."""
     numbers = reading.numbers
     if not numbers.std > 0 or numbers.numel < _LEAST_OUTLIER_NUMEL or numbers.saturated is not None:
@@ -212,7 +214,7 @@ def _distance(reading: Reading) -> float:
     return max(numbers.high - numbers.mean, numbers.mean - numbers.low) / numbers.std
 
 
-def saturated(survey: Survey) -> Iterator[Finding]:
+def saturated_attention(survey: Survey) -> Iterator[Finding]:
     """Name the first attention whose weights go to single keys."""
     shares = [(r.numbers.saturated, r) for r in survey.outputs]
     maps = [(share_of_rows, r) for share_of_rows, r in shares if share_of_rows is not None]
@@ -225,17 +227,17 @@ def saturated(survey: Survey) -> Iterator[Finding]:
     why += " Almost no gradient flows through it."
     text = f"The softmax of {first.site} is saturated."
     advice = "Look at the scale of the queries and keys, 1 / sqrt(width of a head)."
-    sites = follow([r for _, r in full], first)
+    sites = later_sites([r for _, r in full], first)
     yield Finding("saturated", text, first.site, "warning", part, why, advice, sites)
 
 
-def repeats(survey: Survey) -> Iterator[Finding]:
+def equal_outputs(survey: Survey) -> Iterator[Finding]:
     """Name outputs of distinct modules that are equal."""
     groups: dict[tuple[object, ...], list[Reading]] = {}
     for reading in survey.leaf_outputs:
         numbers, kind = reading.numbers, reading.module_type
         is_told = numbers.std > 0 and numbers.numel > _LEAST_NUMEL and not numbers.n_bad
-        if is_told and not is_passing(kind) and not is_activation(kind):
+        if is_told and not is_pass_through(kind) and not is_activation(kind):
             key = (numbers.digest, numbers.shape, numbers.dtype, numbers.mean, numbers.std)
             groups.setdefault(key, []).append(reading)
     equal = [group for group in groups.values() if len({reading.path for reading in group}) > 1]
@@ -248,18 +250,18 @@ def repeats(survey: Survey) -> Iterator[Finding]:
     text, number = f"The outputs of {names} are equal.", f"{len(first)} equal"
     why = f"So are those of {plural(len(rest), 'other group')}." if rest else ""
     advice = "They share weights and inputs, or one hands on what another gave."
-    sites = follow(itertools.chain(*equal), first[0])
+    sites = later_sites(itertools.chain(*equal), first[0])
     yield Finding("equal", text, first[0].site, "note", number, why, advice, sites)
 
 
-def shared(survey: Survey) -> Iterator[Finding]:
+def shared_modules(survey: Survey) -> Iterator[Finding]:
     """Name a module with weights that stands at the same place of several blocks."""
     for path, others in survey.aliases.items():
         kind, template = survey.modules.get(path, ""), template_of(path)
-        if is_passing(kind) or is_activation(kind) or "Pool" in kind or "#" not in template:
+        if is_pass_through(kind) or is_activation(kind) or "Pool" in kind or "#" not in template:
             continue
         same = tuple(other for other in others if template_of(other) == template and other != path)
-        if not same or _is_held(path, survey.aliases):
+        if not same or _is_inside_alias(path, survey.aliases):
             continue
         n, names = len(same) + 1, listed(same, _MOST_NAMED)
         text, number = f"{path} is also {names}: one module in place of {n}.", f"{n} paths"
@@ -268,11 +270,11 @@ def shared(survey: Survey) -> Iterator[Finding]:
         yield Finding("shared", text, path, "warning", number, why, advice, same)
 
 
-def _is_held(path: str, aliases: Iterable[str]) -> bool:
+def _is_inside_alias(path: str, aliases: Iterable[str]) -> bool:
     return any(other != path and is_inside(path, other) for other in aliases)
 
 
-def dtypes(survey: Survey) -> Iterator[Finding]:
+def odd_dtypes(survey: Survey) -> Iterator[Finding]:
     """Name the sites whose dtype differs from that at the same place of other blocks."""
     odd: list[tuple[Reading, torch.dtype]] = []
     for group in survey.alike([r for r in survey.outputs if r.is_floating]):
@@ -287,11 +289,11 @@ def dtypes(survey: Survey) -> Iterator[Finding]:
     text = f"{first.site} is {got}, where other blocks have {wanted}."
     why = f"{plural(len(odd), 'value differs so', 'values differ so')}."
     advice = "Look for a cast, or for a module that was converted alone."
-    sites = follow([r for r, _ in odd], first)
+    sites = later_sites([r for r, _ in odd], first)
     yield Finding("dtype", text, first.site, "warning", got, why, advice, sites)
 
 
-def without_norm(survey: Survey) -> Iterator[Finding]:
+def missing_norms(survey: Survey) -> Iterator[Finding]:
     """Name a place of a norm at which a block has none."""
     for group in survey.series:
         others = [r for r in group if not is_norm(r.module_type)]
@@ -306,13 +308,13 @@ def without_norm(survey: Survey) -> Iterator[Finding]:
 def never_called(survey: Survey) -> Iterator[Finding]:
     """Name the selected sites without a value: those whose siblings have one, and the others."""
     silent = [(path, why) for path, port, why in survey.silent if port in ("output", "input")]
-    tops = _tops(dict.fromkeys(path for path, _ in silent))
+    tops = _topmost(dict.fromkeys(path for path, _ in silent))
     fired = Counter(template_of(path) for path in {reading.path for reading in survey.outputs})
     missed = Counter(map(template_of, tops))
     odd = [
         path
         for path in tops
-        if fired[template_of(path)] > missed[template_of(path)] and _is_missed(path, survey)
+        if fired[template_of(path)] > missed[template_of(path)] and _should_run(path, survey)
     ]
     reasons = dict(silent)
     for path in odd:
@@ -329,7 +331,7 @@ def never_called(survey: Survey) -> Iterator[Finding]:
         yield Finding("never called", text, rest[0], "note", number, why, follows=later)
 
 
-def _tops(paths: Iterable[str]) -> list[str]:
+def _topmost(paths: Iterable[str]) -> list[str]:
     """Leave out the paths inside others."""
     known = set(paths)
     return [
@@ -339,7 +341,7 @@ def _tops(paths: Iterable[str]) -> list[str]:
     ]
 
 
-def _is_missed(path: str, survey: Survey) -> bool:
+def _should_run(path: str, survey: Survey) -> bool:
     """Tell whether a module of a repeated block should run when its siblings do."""
-    is_chosen = "expert" in path.lower() or is_passing(survey.modules.get(path, ""))
+    is_chosen = "expert" in path.lower() or is_pass_through(survey.modules.get(path, ""))
     return "#" in template_of(path) and not is_chosen

@@ -61,7 +61,7 @@ class Survey:
     def containers(self) -> frozenset[str]:
         """The paths of the modules that hold others."""
         paths = [*self.modules, *(r.path for r in self.readings if r.port != "grad")]
-        return frozenset(holder for path in paths for holder in holders_of(path))
+        return frozenset(holder for path in paths for holder in ancestors_of(path))
 
     def is_leaf(self, reading: Reading) -> bool:
         """Tell whether a reading is of a module that holds no other."""
@@ -117,7 +117,7 @@ class Survey:
             is_block = holds_others and self.modules.get(reading.path) not in PLAIN_HOLDERS
             if is_block and reading.is_floating:
                 blocks.setdefault(reading.path, reading)
-        outputs, places = list(blocks.values()), repeated(list(blocks))
+        outputs, places = list(blocks.values()), repeated_block_indices(list(blocks))
         if not places:
             layers = [reading for reading in self.leaf_outputs if is_weighted(reading)]
             plain = [group for group in self.alike(layers) if template_of(group[0].path)[-1] == "#"]
@@ -140,7 +140,7 @@ def template_of(path: str) -> str:
     return ".".join([*(_NUMBER.sub("#", holder) for holder in holders), own])
 
 
-def repeated(paths: Sequence[str]) -> list[int]:
+def repeated_block_indices(paths: Sequence[str]) -> list[int]:
     """Return the places of the paths of repeated blocks; none without at least three alike.
 
         >>> repeated(["embed", "h.0", "h.1", "h.2", "head"])
@@ -163,7 +163,7 @@ def repeated(paths: Sequence[str]) -> list[int]:
     return min(chosen, key=lambda group: (paths[group[0]].count("."), -len(group)), default=[])
 
 
-def holders_of(path: str) -> list[str]:
+def ancestors_of(path: str) -> list[str]:
     """Return the paths of the modules that hold a module, the root's left out.
 
     >>> holders_of("a.b.c")
@@ -178,7 +178,7 @@ def is_inside(path: str, holder: str) -> bool:
     return not holder or path == holder or path.startswith(f"{holder}.")
 
 
-def is_passing(module_type: str) -> bool:
+def is_pass_through(module_type: str) -> bool:
     """Tell whether a type of module passes its input on, or has zeros on purpose."""
     return bool(_PASSING.search(module_type))
 
@@ -196,10 +196,10 @@ def is_norm(module_type: str) -> bool:
 def is_weighted(reading: Reading) -> bool:
     """Tell whether a reading is of a leaf with weights of its own, and no norm."""
     kind = reading.module_type
-    return not (is_passing(kind) or is_activation(kind) or is_norm(kind) or "Pool" in kind)
+    return not (is_pass_through(kind) or is_activation(kind) or is_norm(kind) or "Pool" in kind)
 
 
-def log_of(number: float) -> float:
+def log_or_nan(number: float) -> float:
     """Return the natural logarithm; NaN of what has none."""
     return math.log(number) if 0 < number < math.inf else math.nan
 
@@ -218,7 +218,7 @@ def kind_and_verb(logarithm: float) -> tuple[str, str]:
     return ("exploding", "grows") if logarithm > 0 else ("vanishing", "shrinks")
 
 
-def times_text(logarithm: float) -> str:
+def factor_text(logarithm: float) -> str:
     """Format the factor of a logarithm by a times sign, or by a division sign.
 
     >>> times_text(math.log(120)) == f"{TIMES}120", times_text(-math.log(33.4)) == f"{DIVIDED}33.4"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.statistics.channel_dim import channel_dim
-from hookline.statistics.finiteness import flat
+from hookline.statistics.finiteness import plain_numbers
 
 _N_SAMPLED = 1024  # elements, at least, whose quartiles tell the spread without outliers
 _COARSE = 1e-3  # of the squared mean
@@ -114,7 +114,7 @@ class Reading:
         return self.numbers.dtype.is_floating_point
 
 
-def numbers_of(tensor: Tensor, module_type: str) -> Numbers:
+def measure_numbers(tensor: Tensor, module_type: str) -> Numbers:
     """Read the numbers of a tensor.
 
     Args:
@@ -124,7 +124,7 @@ def numbers_of(tensor: Tensor, module_type: str) -> Numbers:
     Raises:
         RuntimeError: torch cannot read the numbers.
     """
-    plain, dtype = flat(tensor), tensor.dtype
+    plain, dtype = plain_numbers(tensor), tensor.dtype
     shape = tuple(plain.shape if tensor.is_nested else tensor.shape)
     if plain.is_complex():
         plain = plain.abs()
@@ -135,7 +135,7 @@ def numbers_of(tensor: Tensor, module_type: str) -> Numbers:
     floor = torch.finfo(dtype if dtype.is_floating_point else torch.float32).min / 4
     known = Numbers(shape, dtype, wide.numel(), low=low, high=high)
     if low > floor and high < math.inf:  # false if a number is NaN
-        return _of_finite(wide, known, module_type)
+        return _measure_finite(wide, known, module_type)
     is_kept = wide.isfinite() & (wide > floor)
     kept, n_nan = wide[is_kept], int(wide.isnan().sum())
     n_inf = int((wide == math.inf).sum())
@@ -155,7 +155,7 @@ def numbers_of(tensor: Tensor, module_type: str) -> Numbers:
     )
 
 
-def _of_finite(wide: Tensor, known: Numbers, module_type: str) -> Numbers:
+def _measure_finite(wide: Tensor, known: Numbers, module_type: str) -> Numbers:
     """Read the numbers of a tensor whose elements are all finite."""
     mean, std = _mean_and_std(wide.reshape(-1))
     sample = _sample(wide)
@@ -169,35 +169,35 @@ def _of_finite(wide: Tensor, known: Numbers, module_type: str) -> Numbers:
         std=std,
         spread=_spread(sample),
         zeros=zeros,
-        dead=() if dim is None or zeros * n_channels < known.numel else _dead(wide, dim),
+        dead=() if dim is None or zeros * n_channels < known.numel else _dead_channels(wide, dim),
         n_channels=n_channels,
         per_channel=known.numel // n_channels if n_channels else 0,
-        saturated=_saturated(wide, known),
+        saturated=_saturated_share(wide, known),
         digest=hash((known.low, known.high, sample.tobytes())),
     )
 
 
-def _mean_and_std(flat: Tensor) -> tuple[float, float]:
+def _mean_and_std(finite: Tensor) -> tuple[float, float]:
     """Return the mean and the standard deviation of finite numbers in one dimension.
 
     torch.var_mean takes twenty times as long on the CPU.
     """
-    count, mean = len(flat), float(flat.mean())
-    squares = float(torch.dot(flat, flat)) / count
+    count, mean = len(finite), float(finite.mean())
+    squares = float(torch.dot(finite, finite)) / count
     if not _TINY < squares < math.inf:  # they overflow or vanish
-        unit = float(flat.abs().max())
+        unit = float(finite.abs().max())
         if not unit:
             return 0.0, 0.0
-        mean, std = _mean_and_std(flat.double() / unit)
+        mean, std = _mean_and_std(finite.double() / unit)
         return mean * unit, std * unit
     variance = squares - mean * mean
     if variance <= _COARSE * mean * mean:  # the difference of squares has few digits
-        deviations = flat - mean
+        deviations = finite - mean
         variance = float(torch.dot(deviations, deviations)) / count
     return mean, math.sqrt(max(variance, 0.0))
 
 
-def _dead(tensor: Tensor, dim: int) -> tuple[int, ...]:
+def _dead_channels(tensor: Tensor, dim: int) -> tuple[int, ...]:
     dims = [other for other in range(tensor.dim()) if other != dim]
     return tuple(tensor.abs().amax(dims).eq(0).nonzero().flatten().tolist())
 
@@ -216,7 +216,7 @@ def _spread(sample: NDArray[Any]) -> float:
     return float(ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]) / _QUARTILES
 
 
-def _saturated(tensor: Tensor, known: Numbers) -> float | None:
+def _saturated_share(tensor: Tensor, known: Numbers) -> float | None:
     """Return the share of saturated rows of attention weights; None for what is no such map."""
     is_map = tensor.dim() >= 3 and tensor.shape[-1] > 1 and tensor.shape[-2] >= _LEAST_ROWS
     if not is_map or known.low < 0 or not 0 < known.high <= 1 + _SUM_ERROR:

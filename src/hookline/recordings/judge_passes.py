@@ -10,9 +10,9 @@ from hookline.engine import Report, as_written
 from hookline.engine.pytree import describe, tree
 from hookline.errors import OverwrittenError
 from hookline.findings.apply_rules import findings_of
-from hookline.findings.finding import Finding, Findings, in_order
+from hookline.findings.finding import Finding, Findings, sort_by_level
 from hookline.findings.survey import Survey
-from hookline.findings.tensor_reading import Reading, numbers_of
+from hookline.findings.tensor_reading import Reading, measure_numbers
 from hookline.recordings.firing_order import RecordedValue, is_readable, values_of, with_leaf
 from hookline.recordings.pass_record import PassRecord
 from hookline.statistics.value_statistics import measured_tensors
@@ -51,7 +51,7 @@ class _Reader:
                 self.unread.append(label)
                 continue
             plain = tensor.dequantize() if tensor.is_quantized else tensor
-            numbers = numbers_of(plain, site.module_type)
+            numbers = measure_numbers(plain, site.module_type)
             yield Reading(
                 label,
                 site.path,
@@ -85,7 +85,7 @@ def judge_passes(
             told.setdefault((finding.kind, finding.site), (finding, []))[1].append(record.number)
     rows = [_mention_passes(finding, numbers, len(passes)) for finding, numbers in told.values()]
     facts = f"{plural(reader.n_values, 'value')}, {plural(len(passes), 'pass', 'passes')}"
-    judged = in_order([*_overwritten_findings(reader.overwritten), *rows])
+    judged = sort_by_level([*_overwritten_findings(reader.overwritten), *rows])
     return Findings(judged, facts, _notes(reader)), survey
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hookline.statistics.flat_numbers import in_memory_order, real
+from hookline.statistics.flat_numbers import in_memory_order, to_real_float
 
 MOST_NUMEL = 2**20  # of a tensor: a larger one is worth operations of its own
 _ROW_NUMEL = 2**12
@@ -48,7 +48,7 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _measure(tensors: Sequence[Tensor]) -> Tensor:
     """Return the slots of tensors that fit into one matrix, in a row for each."""
-    values = real(_matrix(tensors))
+    values = to_real_float(_matrix(tensors))
     is_finite = values.abs() < math.inf  # NaN is not less
     numbers = torch.where(is_finite, values, 0.0).to(torch.float64)
     squares = numbers * numbers

@@ -65,7 +65,7 @@ class CompiledReduction:
 
     def _try_to_compile(self, values: Tensor) -> Reduction | None:
         try:
-            return _in_a_new_thread(lambda: self._compile(values.dtype, values.device))
+            return _call_in_new_thread(lambda: self._compile(values.dtype, values.device))
         except Exception as error:  # inductor may raise anything, for example without a compiler
             if not self._has_warned:
                 self._has_warned = True
@@ -103,7 +103,7 @@ def _check_lengths(values: Any) -> None:
             raise RuntimeError(f"the code would be for lengths with {guard.expr} alone")
 
 
-def _in_a_new_thread(function: Callable[[], Reduction]) -> Reduction:
+def _call_in_new_thread(function: Callable[[], Reduction]) -> Reduction:
     """Call a function in a thread that has no mode of this one: autocast, inference, dispatch."""
 
     def run() -> Reduction:

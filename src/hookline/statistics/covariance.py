@@ -15,9 +15,9 @@ from hookline.statistics.flat_numbers import (
     CHUNK_NUMEL,
     check_slots,
     check_tensor,
-    real,
+    measurable_parts,
     slot_device,
-    to_measure,
+    to_real_float,
 )
 
 
@@ -87,7 +87,7 @@ class CovarianceStatistic:
 
     def start(self, value: Tensor) -> Tensor:
         """Return empty slots on the value's device, for its number of features."""
-        n = _check(value).shape[-1]
+        n = _check_features(value).shape[-1]
         return torch.zeros(2 + n + n * n, dtype=torch.float64, device=slot_device(value))
 
     def update(self, slots: Tensor, value: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class CovarianceStatistic:
         Raises:
             StructureError: the value has no dimension, another number of features, or is complex.
         """
-        n = _check(value).shape[-1]
+        n = _check_features(value).shape[-1]
         check_slots(slots, None)
         if slots.shape[0] != 2 + n + n * n:
             raise StructureError(
@@ -104,10 +104,10 @@ class CovarianceStatistic:
                 f" {describe.shape(value)}.\nGive each site slots of its own."
             )
         traces = torch.compiler.is_compiling()
-        for part in to_measure(value):
+        for part in measurable_parts(value):
             rows = part.reshape(math.prod(part.shape[:-1]), n)  # -1 cannot be told where n is 0
             for piece in [rows] if traces else torch.split(rows, max(1, CHUNK_NUMEL // max(1, n))):
-                slots = self.merge(slots, _of_rows(real(piece).to(torch.float64)))
+                slots = self.merge(slots, _slots_of_rows(to_real_float(piece).to(torch.float64)))
         return slots
 
     def merge(self, slots: Tensor, other: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class CovarianceStatistic:
         return Covariance(count, non_finite, mean, matrix)
 
 
-def _of_rows(rows: Tensor) -> Tensor:
+def _slots_of_rows(rows: Tensor) -> Tensor:
     is_finite = (rows.abs() < torch.inf).all(dim=-1, keepdim=True)
     finite = is_finite.sum(dtype=torch.float64)
     mean = torch.where(is_finite, rows, 0.0).sum(dim=0) / finite.clamp(min=1)
@@ -158,7 +158,7 @@ def _n_features(slots: Tensor) -> int:
     return n
 
 
-def _check(value: Tensor) -> Tensor:
+def _check_features(value: Tensor) -> Tensor:
     check_tensor(value)
     if value.dim() == 0 or value.is_complex():
         raise StructureError(

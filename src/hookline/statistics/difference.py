@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.engine.pytree import describe
-from hookline.statistics.flat_numbers import ORDINARY, strided
-from hookline.statistics.native import READ_BY_C, Gaps, Meter, Rows, native_difference
+from hookline.statistics.flat_numbers import ORDINARY, strided_parts
+from hookline.statistics.native import READ_BY_C, CompileMeter, Gaps, Rows, compile_difference
 
 # Elements of a block, whose float64 copies fit a cache.
 _BLOCK_NUMEL = 2**18
@@ -93,7 +93,7 @@ def difference(a: Tensor, b: Tensor) -> Difference:
     """
     if a.is_nested != b.is_nested or (not a.is_nested and a.shape != b.shape):
         return Difference(problem=f"shapes {describe.shape(a)} and {describe.shape(b)}")
-    parts_a, parts_b = (list(strided(tensor.detach())) for tensor in (a, b))
+    parts_a, parts_b = (list(strided_parts(tensor.detach())) for tensor in (a, b))
     shapes = [[list(part.shape) for part in parts] for parts in (parts_a, parts_b)]
     if shapes[0] != shapes[1]:
         return Difference(problem=f"shapes {shapes[0]} and {shapes[1]} of nested tensors")
@@ -101,7 +101,9 @@ def difference(a: Tensor, b: Tensor) -> Difference:
         return EQUAL
 
     gap = difference_of_blocks(lambda: zip(parts_a, parts_b, strict=True))
-    return gap if len(parts_b) > 1 else replace(gap, element=_index(gap.element, parts_b[0]))
+    return (
+        gap if len(parts_b) > 1 else replace(gap, element=_unravel_index(gap.element, parts_b[0]))
+    )
 
 
 def difference_of_blocks(blocks: Blocks) -> Difference:
@@ -114,8 +116,8 @@ def difference_of_blocks(blocks: Blocks) -> Difference:
         The difference; `element` holds the number of the element, with all dimensions flattened.
     """
     scale = 1.0
-    sizes = _sizes(blocks, scale)
-    gaps = _gaps(blocks, scale, sizes)
+    sizes = _measure_sizes(blocks, scale)
+    gaps = _measure_gaps(blocks, scale, sizes)
     if gaps.n_odd:
         elements = plural(gaps.n_odd, "element")
         return Difference(
@@ -124,9 +126,9 @@ def difference_of_blocks(blocks: Blocks) -> Difference:
     if not gaps.n_unequal:
         return EQUAL
     if not (gaps.gap and all(_LEAST < norm < _LARGEST for norm in (gaps.norm_a, sizes.norm_b))):
-        scale = _largest(blocks)  # squares underflow or overflow, or a value is zero
-        sizes = _sizes(blocks, scale)
-        gaps = _gaps(blocks, scale, sizes)
+        scale = _largest_magnitude(blocks)  # squares underflow or overflow, or a value is zero
+        sizes = _measure_sizes(blocks, scale)
+        gaps = _measure_gaps(blocks, scale, sizes)
     norm = math.sqrt(sizes.norm_b)
     ratio = math.sqrt(gaps.norm_a) / norm if norm else math.inf
     # Unequal integers beyond 2^53 may be equal in float64, and are not equal all the same.
@@ -137,7 +139,7 @@ def difference_of_blocks(blocks: Blocks) -> Difference:
     )  # fmt: skip
 
 
-_METER = Meter(_WORTH_A_COMPILER, native_difference)
+_METER = CompileMeter(_WORTH_A_COMPILER, compile_difference)
 
 
 # Sizes and gaps hold sums over elements that are finite in both values, divided by a scale.
@@ -158,24 +160,24 @@ class _Sizes(NamedTuple):
         return row, math.sqrt(self.norm_b / max(self.n_elements, 1))
 
 
-def _sizes(blocks: Blocks, scale: float) -> _Sizes:
+def _measure_sizes(blocks: Blocks, scale: float) -> _Sizes:
     total = _Sizes()
     by_c = partial(_sizes_by_c, scale)
-    for _, sizes in _measured(blocks, by_c, partial(_sizes_of, scale)):
+    for _, sizes in _measure_blocks(blocks, by_c, partial(_sizes_by_torch, scale)):
         total = _Sizes(*map(operator.add, total, sizes))
     return total
 
 
-def _gaps(blocks: Blocks, scale: float, sizes: _Sizes) -> Gaps:
+def _measure_gaps(blocks: Blocks, scale: float, sizes: _Sizes) -> Gaps:
     total, n_rows, n_elements = Gaps(), 0, 0
     by_c = partial(_gaps_by_c, scale, sizes.least)
-    by_torch = partial(_gaps_of, scale, sizes.least)
-    for b, gaps in _measured(blocks, by_c, by_torch):
+    by_torch = partial(_gaps_by_torch, scale, sizes.least)
+    for b, gaps in _measure_blocks(blocks, by_c, by_torch):
         total = Gaps(
             total.gap + gaps.gap,
             total.norm_a + gaps.norm_a,
-            _larger(total.row, gaps.row, n_rows),
-            _larger(total.element, gaps.element, n_elements),
+            _worse(total.row, gaps.row, n_rows),
+            _worse(total.element, gaps.element, n_elements),
             total.n_unequal + gaps.n_unequal,
             total.n_odd + gaps.n_odd,
         )
@@ -184,7 +186,7 @@ def _gaps(blocks: Blocks, scale: float, sizes: _Sizes) -> Gaps:
     return total
 
 
-def _measured(
+def _measure_blocks(
     blocks: Blocks,
     by_c: Callable[[Tensor, Tensor], _Measurement | None],
     by_torch: Callable[[Tensor, Tensor], _Measurement],
@@ -204,7 +206,7 @@ def _measured(
             yield pair[1], by_c(*pair) or by_torch(*pair)
 
 
-def _sizes_of(scale: float, a: Tensor, b: Tensor) -> _Sizes:
+def _sizes_by_torch(scale: float, a: Tensor, b: Tensor) -> _Sizes:
     _, y, *_ = _finite_pair(a, b, scale)
     rows_b = _norms(y)
     return _Sizes(float(rows_b.square().sum()), float(rows_b.sum()), rows_b.numel(), y.numel())
@@ -218,15 +220,15 @@ def _sizes_by_c(scale: float, a: Tensor, b: Tensor) -> _Sizes | None:
     return None if sizes is None else _Sizes(*sizes, math.prod(b.shape[:-1]), b.numel())
 
 
-def _gaps_of(scale: float, least: tuple[float, float], a: Tensor, b: Tensor) -> Gaps:
+def _gaps_by_torch(scale: float, least: tuple[float, float], a: Tensor, b: Tensor) -> Gaps:
     x, y, n_odd, n_unequal = _finite_pair(a, b, scale)
     gap = (x - y).abs()
     rows_gap = _norms(gap)
     return Gaps(
         float(rows_gap.square().sum()),
         float(_norms(x).square().sum()),
-        _largest_of(_ratios(rows_gap, _norms(y), least[0])),
-        _largest_of(_ratios(gap, y.abs(), least[1])),
+        _max_and_place(_ratios(rows_gap, _norms(y), least[0])),
+        _max_and_place(_ratios(gap, y.abs(), least[1])),
         n_unequal,
         n_odd,
     )
@@ -252,7 +254,7 @@ def _rows_for_c(a: Tensor, b: Tensor) -> Rows | None:
     return Rows(*(block.resolve_neg().to(wide).contiguous() for block in (a, b)))
 
 
-def _largest(blocks: Blocks) -> float:
+def _largest_magnitude(blocks: Blocks) -> float:
     """Return the largest finite magnitude in both values; 1 if all are zero."""
     small = (pair for a, b in blocks() for pair in _blocks(a, b))
     pairs = (_finite_pair(a, b, 1.0)[:2] for a, b in small)
@@ -265,7 +267,7 @@ def _ratios(gaps: Tensor, sizes: Tensor, least: float) -> Tensor:
     return gaps / sizes.clamp_(min=least)
 
 
-def _largest_of(ratios: Tensor) -> tuple[float, int]:
+def _max_and_place(ratios: Tensor) -> tuple[float, int]:
     if not ratios.numel():
         return 0.0, 0
     flat = ratios.reshape(-1)
@@ -273,9 +275,9 @@ def _largest_of(ratios: Tensor) -> tuple[float, int]:
     return float(flat[at]), at
 
 
-def _larger(worst: tuple[float, int], other: tuple[float, int], start: int) -> tuple[float, int]:
+def _worse(worst: tuple[float, int], other: tuple[float, int], offset: int) -> tuple[float, int]:
     """Return the larger of two; the number of the second counts from a start."""
-    return worst if other[0] <= worst[0] else (other[0], start + other[1])
+    return worst if other[0] <= worst[0] else (other[0], offset + other[1])
 
 
 def _finite_pair(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor, int, int]:
@@ -341,7 +343,7 @@ def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from _blocks(*pair)
 
 
-def _index(element: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
+def _unravel_index(element: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
     """Return the index of an element by its number; none of equal values."""
     if not element or not tensor.numel():
         return ()

@@ -13,7 +13,7 @@ _MOST_BLUR = 0.01
 _MOST_CLOSE = 4096  # numbers of a block; for more, NumPy takes less time
 
 
-def counts_between(numbers: NDArray[Any], edges: NDArray[np.float64]) -> NDArray[np.int64]:
+def count_in_equal_bins(numbers: NDArray[Any], edges: NDArray[np.float64]) -> NDArray[np.int64]:
     """Count numbers in bins, each from its lower edge on; the last one with its upper edge.
 
         >>> edges = np.linspace(0.0, 1.0, 5)

@@ -39,7 +39,7 @@ class NonFinite(Flag):
     MINUS_INF = 4
 
 
-def total(value: Any) -> Tensor | None:
+def probe_sum(value: Any) -> Tensor | None:
     """Return a number that is not finite if any number of a value is not; None without numbers."""
     if (
         type(value) is Tensor
@@ -56,32 +56,34 @@ def total(value: Any) -> Tensor | None:
     return torch.stack([part.to(first, torch.float32) for part in parts]).sum()
 
 
-def total_nan(value: Any) -> Tensor | None:
+def probe_nan(value: Any) -> Tensor | None:
     """Do the same for a site where infinities are meant: only a NaN makes the number not finite."""
-    return total([without_infinity(local_part(tensor.detach())) for tensor in measurable_in(value)])
+    return probe_sum(
+        [zero_infinities(local_part(tensor.detach())) for tensor in measurable_in(value)]
+    )
 
 
-def without_infinity(tensor: Tensor) -> Tensor:
+def zero_infinities(tensor: Tensor) -> Tensor:
     """Return a tensor with 0 in place of each infinity, and each NaN as it is."""
     return torch.nan_to_num(tensor, torch.nan, 0.0, 0.0)
 
 
-def extremes(value: Any) -> Tensor | None:
+def probe_extremes(value: Any) -> Tensor | None:
     """Do the same for a site where sums overflow; it takes twice the time, and is exact."""
-    plain = [flat(tensor) for tensor in measurable_in(value) if tensor.numel()]
+    plain = [plain_numbers(tensor) for tensor in measurable_in(value) if tensor.numel()]
     real = [torch.view_as_real(part) if part.is_complex() else part for part in plain]
     wide = [part.float() if part.dtype not in _WIDE else part for part in real]
     # Zero times an infinity or a NaN is a NaN.
-    return total([torch.stack(torch.aminmax(part)) * 0.0 for part in wide])
+    return probe_sum([torch.stack(torch.aminmax(part)) * 0.0 for part in wide])
 
 
-def beside_masks(value: Any) -> Tensor | None:
+def probe_beside_masks(value: Any) -> Tensor | None:
     """Do the same for a site where -inf may be meant: NaN and infinity count, -inf does not."""
-    plain = map(flat, measurable_in(value))
-    return extremes([torch.nan_to_num(part, torch.nan, torch.inf, 0.0) for part in plain])
+    plain = map(plain_numbers, measurable_in(value))
+    return probe_extremes([torch.nan_to_num(part, torch.nan, torch.inf, 0.0) for part in plain])
 
 
-def transformed(measure: Measure, value: Any) -> Tensor | None:
+def probe_in_transform(measure: Measure, value: Any) -> Tensor | None:
     """Measure a value inside a transform of torch.func: all examples of a batch together."""
     number = measure([innermost(tensor.detach()) for _, tensor in tree.tensors(value)])
     return None if number is None else innermost(number)
@@ -105,7 +107,7 @@ def is_measurable(tensor: Tensor) -> bool:
     return is_dynamo_compiling() or not is_wrapped(tensor)  # no graph holds a wrapped tensor
 
 
-def flat(tensor: Tensor) -> Tensor:
+def plain_numbers(tensor: Tensor) -> Tensor:
     """Return the numbers that a tensor holds on this rank, without their graph."""
     tensor = tensor.detach()
     if type(tensor) is not Tensor:
@@ -119,11 +121,11 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    plain = flat(tensor)
+    plain = plain_numbers(tensor)
     return plain.sum() if plain.dtype in _WIDE else plain.sum(dtype=torch.float32)
 
 
-def not_finite(sums: Sequence[Tensor]) -> list[int]:
+def indices_not_finite(sums: Sequence[Tensor]) -> list[int]:
     """Return the indices of the numbers that are not finite: one transfer a device and dtype."""
     groups: dict[Any, list[int]] = {}
     for index, number in enumerate(sums):
@@ -140,11 +142,11 @@ def not_finite(sums: Sequence[Tensor]) -> list[int]:
     return sorted(bad)
 
 
-def kinds_in(tensor: Tensor) -> NonFinite:
+def non_finite_kinds(tensor: Tensor) -> NonFinite:
     """Return the kinds of numbers in a tensor that are not finite; exact."""
     if not is_measurable(tensor) or not tensor.numel():
         return NonFinite.NONE
-    plain = flat(tensor)
+    plain = plain_numbers(tensor)
     if plain.isfinite().all():
         return NonFinite.NONE
     if plain.is_complex():
@@ -154,24 +156,24 @@ def kinds_in(tensor: Tensor) -> NonFinite:
     return kinds | (NonFinite.MINUS_INF if (plain == -torch.inf).any() else NonFinite.NONE)
 
 
-def all_kinds(kinds: Iterable[NonFinite]) -> NonFinite:
+def union_of_kinds(kinds: Iterable[NonFinite]) -> NonFinite:
     """Return several kinds as one."""
     return functools.reduce(operator.or_, kinds, NonFinite.NONE)
 
 
-def counted(tensor: Tensor) -> tuple[int, int]:
+def count_nan_and_inf(tensor: Tensor) -> tuple[int, int]:
     """Return the number of NaNs and of infinities in a tensor.
 
     A complex number counts once, and a sparse tensor by the values that it holds.
     """
-    plain = flat(tensor)
+    plain = plain_numbers(tensor)
     n_nan = int(plain.isnan().sum())
     return n_nan, int((~plain.isfinite()).sum()) - n_nan
 
 
-def moments(tensor: Tensor) -> Moments:
+def plain_moments(tensor: Tensor) -> Moments:
     """Measure the numbers of a tensor; those of a complex tensor as real and imaginary parts."""
-    plain = flat(tensor)
+    plain = plain_numbers(tensor)
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     wide = plain if plain.dtype in (torch.float32, torch.float64) else plain.double()

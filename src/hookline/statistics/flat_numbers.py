@@ -21,7 +21,7 @@ DENSE_NUMEL = 2**28
 ORDINARY = frozenset((Tensor, nn.Parameter))  # not a subclass such as a fake tensor
 
 
-def to_measure(value: Tensor) -> Iterable[Tensor]:
+def measurable_parts(value: Tensor) -> Iterable[Tensor]:
     """Return a value as strided tensors with numbers. In compiled code it is one tensor.
 
     Raises:
@@ -39,14 +39,14 @@ def to_measure(value: Tensor) -> Iterable[Tensor]:
     value = innermost(value).detach()
     if value.is_neg():
         value = value.resolve_neg()  # the imaginary part of a conjugate
-    return (value,) if _is_dense(value) else strided(value)
+    return (value,) if _is_dense(value) else strided_parts(value)
 
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
-def strided(tensor: Tensor) -> Iterator[Tensor]:
+def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor of any layout as strided tensors.
 
     Raises:
@@ -67,15 +67,15 @@ def strided(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def pieces(tensor: Tensor) -> Iterator[Tensor]:
+def float64_chunks(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the elements of any tensor in chunks of float64; for complex ones the magnitude.
 
     Raises:
         RuntimeError: torch cannot read the numbers, or a sparse tensor is too large.
     """
-    for part in strided(tensor.detach()):
+    for part in strided_parts(tensor.detach()):
         for chunk in chunks(part):
-            yield real(chunk).to(torch.float64)
+            yield to_real_float(chunk).to(torch.float64)
 
 
 def chunks(tensor: Tensor, numel: int | None = None) -> Iterator[Tensor]:
@@ -118,7 +118,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-def real(tensor: Tensor) -> Tensor:
+def to_real_float(tensor: Tensor) -> Tensor:
     """Convert a tensor to float32 or float64 without loss; take the magnitude of complex numbers.
 
     Integers become float64, which holds those up to 2^53.
@@ -132,7 +132,7 @@ def real(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
 
 
-def extremes(values: Tensor, is_finite: Tensor) -> Tensor:
+def signed_extremes(values: Tensor, is_finite: Tensor) -> Tensor:
     """Return the greatest -x and the greatest x of the finite numbers x, as float64."""
     signed = [torch.where(is_finite, side, -math.inf).amax() for side in (-values, values)]
     return torch.stack(signed).to(torch.float64)

@@ -12,11 +12,11 @@ from torch import Tensor
 from hookline.errors import InputError
 from hookline.statistics.flat_numbers import (
     check_slots,
-    extremes,
     flat_chunks,
-    real,
+    measurable_parts,
+    signed_extremes,
     slot_device,
-    to_measure,
+    to_real_float,
 )
 
 _CHUNK_NUMEL = 2**16  # elements whose bins stay in a core's cache
@@ -82,14 +82,14 @@ class BinnedStatistic:
     def update(self, slots: Tensor, value: Tensor) -> Tensor:
         """Return the slots with one more value."""
         check_slots(slots, self.n_slots)
-        for part in to_measure(value):
+        for part in measurable_parts(value):
             if torch.compiler.is_compiling():
                 pieces: Iterable[Tensor] = (part.reshape(-1),)
             else:
                 pieces = flat_chunks(part, _CHUNK_NUMEL if part.is_cpu else None)
             for piece in pieces:
                 if piece.numel():
-                    slots = self._add(slots, real(piece))
+                    slots = self._count_values(slots, to_real_float(piece))
         return slots
 
     def merge(self, slots: Tensor, other: Tensor) -> Tensor:
@@ -99,13 +99,17 @@ class BinnedStatistic:
         greatest = torch.maximum(slots[-_N_EXTREMES:], other[-_N_EXTREMES:])
         return torch.cat([slots[:-_N_EXTREMES] + other[:-_N_EXTREMES], greatest])
 
-    def _add(self, slots: Tensor, values: Tensor) -> Tensor:
+    def _count_values(self, slots: Tensor, values: Tensor) -> Tensor:
         unit = torch.ones((), dtype=torch.float64, device=values.device)
-        slots = slots.index_add(0, self._places(values).to(torch.int64), unit.expand(values.shape))
-        greatest = torch.maximum(slots[-_N_EXTREMES:], extremes(values, values.abs() < math.inf))
+        slots = slots.index_add(
+            0, self._bin_indices(values).to(torch.int64), unit.expand(values.shape)
+        )
+        greatest = torch.maximum(
+            slots[-_N_EXTREMES:], signed_extremes(values, values.abs() < math.inf)
+        )
         return torch.cat([slots[:-_N_EXTREMES], greatest])
 
-    def _places(self, values: Tensor) -> Tensor:
+    def _bin_indices(self, values: Tensor) -> Tensor:
         """Return the place of each number among the slots, by its bits."""
         integer, mantissa, bias, infinity = _LAYOUTS[values.dtype]
         bits = values.contiguous().view(integer)

@@ -188,7 +188,9 @@ def _of_block(block: NDArray[Any]) -> Moments:
         )
 
 
-def merged(moments: Mapping[str, Moments], other: Mapping[str, Moments]) -> dict[str, Moments]:
+def merge_by_key(
+    moments: Mapping[str, Moments], other: Mapping[str, Moments]
+) -> dict[str, Moments]:
     """Add up the moments of two mappings, key by key."""
     return {
         key: moments.get(key, Moments()) + other.get(key, Moments()) for key in {**moments, **other}

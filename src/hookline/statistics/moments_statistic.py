@@ -18,15 +18,15 @@ from hookline.statistics.flat_numbers import (
     CHUNK_NUMEL,
     ORDINARY,
     check_slots,
-    extremes,
     flat_chunks,
     in_memory_order,
-    real,
+    measurable_parts,
+    signed_extremes,
     slot_device,
-    to_measure,
+    to_real_float,
 )
 from hookline.statistics.moments import Moments
-from hookline.statistics.native import Meter, NativeMoments, native_moments
+from hookline.statistics.native import CompileMeter, NativeMoments, compile_moments
 
 # The slots: count, non-finite, zeros, the sums of x, x² and x⁴, then the greatest -x and x.
 # The first six add up; of the last two the greater one counts.
@@ -68,7 +68,9 @@ class MomentsStatistic:
                 "\nLeave it out, and the function is compiled when it pays."
             )
         self._until_compiled = {None: _WORTH_COMPILING, True: 0, False: math.inf}[compile]
-        self._meter = Meter(_WORTH_A_COMPILER if compile is None else math.inf, native_moments)
+        self._meter = CompileMeter(
+            _WORTH_A_COMPILER if compile is None else math.inf, compile_moments
+        )
 
     def start(self, value: Tensor) -> Tensor:
         """Return empty slots on the value's device, which is not waited for."""
@@ -85,13 +87,13 @@ class MomentsStatistic:
         """
         check_slots(slots, self.n_slots)
         if torch.compiler.is_compiling() or not is_plain_eager():
-            for part in to_measure(value):
+            for part in measurable_parts(value):
                 if part.numel():
-                    slots = _reduce(slots, real(part).reshape(-1))
+                    slots = _add_by_torch(slots, to_real_float(part).reshape(-1))
             return slots
-        for part in (value.detach(),) if _is_flat(value) else to_measure(value):
+        for part in (value.detach(),) if _suits_numpy(value) else measurable_parts(value):
             if part.numel():
-                slots = self._add(slots, part)
+                slots = self._add_part(slots, part)
         return slots
 
     def merge(self, slots: Tensor, other: Tensor) -> Tensor:
@@ -104,30 +106,30 @@ class MomentsStatistic:
     def result(self, slots: Tensor) -> Moments:
         """Read slots."""
         check_slots(slots, self.n_slots)
-        return _moments(slots)
+        return _moments_of(slots)
 
-    def _add(self, slots: Tensor, part: Tensor) -> Tensor:
+    def _add_part(self, slots: Tensor, part: Tensor) -> Tensor:
         """Measure a strided tensor, by the fastest form that there is."""
         if not part.is_contiguous():
             part = in_memory_order(part)
         native = self._meter.native(part.numel()) if part.is_cpu and slots.is_cpu else None
         if native is not None and part.dtype in _COMPILED_DTYPES:
             return _add_native(native, slots, part)
-        function = self._compiled(part)
+        function = self._find_compiled(part)
         if function is not None:
             if part.is_contiguous() and part.numel() <= LONGEST:
                 return function(slots, part.view(-1))
             for piece in flat_chunks(part):
                 slots = function(slots, piece.contiguous())
             return slots
-        if _is_flat(part):
+        if _suits_numpy(part):
             return _add_moments(slots, Moments.of(part.numpy()))
         for piece in flat_chunks(part):
-            flat = real(piece)
+            flat = to_real_float(piece)
             if flat.is_cpu:
                 slots = _add_moments(slots, Moments.of(flat.numpy()))
             else:
-                slots = _reduce(slots, flat)
+                slots = _add_by_torch(slots, flat)
         return slots
 
     def measure_many(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
@@ -138,14 +140,14 @@ class MomentsStatistic:
         """
         if is_plain_eager() and tensors and all(map(may_share_a_batch, tensors)):
             return self._measure_on_gpus(tensors)
-        if not is_plain_eager() or not all(map(_is_flat, tensors)):
+        if not is_plain_eager() or not all(map(_suits_numpy, tensors)):
             return None
         native = self._meter.native(sum(map(Tensor.numel, tensors)))
         if native is not None and all(tensor.dtype is torch.float32 for tensor in tensors):
             slots = torch.tensor([_EMPTY] * len(tensors), dtype=torch.float64, device="cpu")
             native.measure_many(tensors, slots)
         elif 0 < self._meter.until_native < math.inf and not _COMPILED.reductions:
-            rows = [_fields(Moments.of(tensor.numpy())) for tensor in tensors]
+            rows = [_slots_of(Moments.of(tensor.numpy())) for tensor in tensors]
             slots = torch.tensor(rows, dtype=torch.float64, device="cpu")
         else:
             return None
@@ -157,14 +159,14 @@ class MomentsStatistic:
         for number, tensor in enumerate(tensors):
             if tensor.numel() > MOST_NUMEL:
                 with torch.autocast(tensor.device.type, enabled=False):
-                    slots[number] = self._add(self.start(tensor), tensor)
+                    slots[number] = self._add_part(self.start(tensor), tensor)
             else:
                 alike.setdefault((tensor.device, tensor.dtype), {})[number] = tensor
         for group in alike.values():
             slots.update(zip(group, batched_moments(list(group.values())), strict=True))
         return [slots[number] for number in range(len(tensors))]
 
-    def _compiled(self, part: Tensor) -> Reduction | None:
+    def _find_compiled(self, part: Tensor) -> Reduction | None:
         """Return the compiled function for a tensor; None until compilation is worth it."""
         numel = part.numel()
         if self._until_compiled == math.inf or numel < 2 or part.dtype not in _COMPILED_DTYPES:
@@ -175,7 +177,7 @@ class MomentsStatistic:
         return _COMPILED.find(part, compile=self._until_compiled < 0)
 
 
-def _is_flat(value: Tensor) -> bool:
+def _suits_numpy(value: Tensor) -> bool:
     """Tell whether NumPy reads a tensor as it is: a float, contiguous, and not too long."""
     return (
         type(value) in ORDINARY
@@ -209,11 +211,11 @@ def _add_native(native: NativeMoments, slots: Tensor, part: Tensor) -> Tensor:
         native.add(slots, part)
         return slots
     for piece in flat_chunks(part, _NATIVE_NUMEL):
-        native.add(slots, real(piece).contiguous())
+        native.add(slots, to_real_float(piece).contiguous())
     return slots
 
 
-def measure(tensor: Tensor) -> Moments:
+def measure_moments(tensor: Tensor) -> Moments:
     """Measure one tensor without compiling anything.
 
     Raises:
@@ -224,9 +226,9 @@ def measure(tensor: Tensor) -> Moments:
         statistic = MomentsStatistic(compile=False)
         return statistic.result(statistic.update(statistic.start(tensor), tensor))
     moments = Moments()
-    for part in to_measure(tensor):
+    for part in measurable_parts(tensor):
         for piece in flat_chunks(part):
-            moments = moments + Moments.of(real(piece).numpy())
+            moments = moments + Moments.of(to_real_float(piece).numpy())
     return moments
 
 
@@ -240,7 +242,7 @@ def _add_moments(slots: Tensor, moments: Moments) -> Tensor:
     return torch.from_numpy(np.array(fields))  # in half the time of torch.tensor
 
 
-def _fields(moments: Moments) -> list[float]:
+def _slots_of(moments: Moments) -> list[float]:
     """Return the slots of moments."""
     return [
         moments.count, moments.non_finite, moments.zeros, moments.sum, moments.sum2, moments.sum4,
@@ -248,13 +250,13 @@ def _fields(moments: Moments) -> list[float]:
     ]  # fmt: skip
 
 
-def _moments(slots: Tensor) -> Moments:
+def _moments_of(slots: Tensor) -> Moments:
     count, non_finite, zeros, sum1, sum2, sum4, negated_min, greatest = slots.tolist()
     counts = int(count), int(non_finite), int(zeros)
     return Moments(*counts, sum1, sum2, sum4, -negated_min, greatest)
 
 
-def _reduce(slots: Tensor, values: Tensor) -> Tensor:
+def _add_by_torch(slots: Tensor, values: Tensor) -> Tensor:
     """Add flat numbers to slots, in torch operations alone: to be compiled, or for a device."""
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.to(torch.float32)
@@ -271,7 +273,7 @@ def _reduce(slots: Tensor, values: Tensor) -> Tensor:
         (squares * squares).sum(),
     )
     added = slots[:_N_SUMS] + torch.stack([total.to(torch.float64) for total in sums])
-    return torch.cat([added, torch.maximum(slots[_N_SUMS:], extremes(values, is_finite))])
+    return torch.cat([added, torch.maximum(slots[_N_SUMS:], signed_extremes(values, is_finite))])
 
 
-_COMPILED = CompiledReduction(_reduce, len(_EMPTY))
+_COMPILED = CompiledReduction(_add_by_torch, len(_EMPTY))

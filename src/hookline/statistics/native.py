@@ -31,7 +31,7 @@ _Native = TypeVar("_Native")
 _Check = Callable[[Any], bool]
 
 
-def _function(library: ctypes.CDLL, name: str, *types: type) -> Any:
+def _c_function(library: ctypes.CDLL, name: str, *types: type) -> Any:
     """Return a function of a library, which takes these types and returns nothing."""
     function = getattr(library, name)
     function.argtypes, function.restype = types, None
@@ -48,11 +48,11 @@ class NativeMoments:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._measure = {
-            dtype: _function(library, f"measure_{str(dtype)[6:]}", _POINTER, _NUMBER, _POINTER)
+            dtype: _c_function(library, f"measure_{str(dtype)[6:]}", _POINTER, _NUMBER, _POINTER)
             for dtype in (torch.float32, torch.float64)
         }
         types = _POINTER, _POINTER, _NUMBER, _POINTER
-        self._measure_many = _function(library, "measure_many", *types)
+        self._measure_many = _c_function(library, "measure_many", *types)
 
     def add(self, slots: Tensor, flat: Tensor) -> None:
         """Add a contiguous float32 or float64 tensor on the CPU to slots, which are written to."""
@@ -112,9 +112,9 @@ class NativeDifference:
     def __init__(self, library: ctypes.CDLL) -> None:
         of_b = _POINTER, _NUMBER, _NUMBER, _POINTER
         names = {dtype: str(dtype)[6:] for dtype in READ_BY_C}
-        self._sizes = {d: _function(library, f"sizes_{name}", *of_b) for d, name in names.items()}
+        self._sizes = {d: _c_function(library, f"sizes_{name}", *of_b) for d, name in names.items()}
         self._gaps = {
-            d: _function(library, f"gaps_{name}", _POINTER, *of_b) for d, name in names.items()
+            d: _c_function(library, f"gaps_{name}", _POINTER, *of_b) for d, name in names.items()
         }
 
     def sizes(self, rows: Rows) -> tuple[float, float] | None:
@@ -141,7 +141,7 @@ class NativeDifference:
 
 
 @final
-class Meter(Generic[_Native]):
+class CompileMeter(Generic[_Native]):
     """Count the elements that are measured, until it is worth to compile functions in C.
 
     Args:
@@ -162,18 +162,20 @@ class Meter(Generic[_Native]):
 
 
 @functools.cache
-def native_moments() -> NativeMoments | None:
+def compile_moments() -> NativeMoments | None:
     """Compile the functions of moments; None where this is not possible."""
-    return _made("moments.c", NativeMoments, _is_right)
+    return _compile_if_right("moments.c", NativeMoments, _has_right_moments)
 
 
 @functools.cache
-def native_difference() -> NativeDifference | None:
+def compile_difference() -> NativeDifference | None:
     """Compile the functions of a difference; None where this is not possible."""
-    return _made("difference.c", NativeDifference, _tells_apart)
+    return _compile_if_right("difference.c", NativeDifference, _has_right_gaps)
 
 
-def _made(name: str, wrap: Callable[[ctypes.CDLL], _Native], is_right: _Check) -> _Native | None:
+def _compile_if_right(
+    name: str, wrap: Callable[[ctypes.CDLL], _Native], is_right: _Check
+) -> _Native | None:
     """Compile a source and wrap the library; None where it is not possible, or fails a check."""
     try:
         compiler = shlex.split(os.environ.get("CC") or "cc")  # such as "ccache gcc"
@@ -183,13 +185,13 @@ def _made(name: str, wrap: Callable[[ctypes.CDLL], _Native], is_right: _Check) -
         return None
     try:
         with tempfile.TemporaryDirectory(prefix="hookline-") as folder:
-            native = wrap(ctypes.CDLL(_compiled(compiler, _SOURCES / name, Path(folder))))
+            native = wrap(ctypes.CDLL(_compile_library(compiler, _SOURCES / name, Path(folder))))
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
     return native if is_right(native) else None
 
 
-def _compiled(compiler: Sequence[str], source: Path, folder: Path) -> str:
+def _compile_library(compiler: Sequence[str], source: Path, folder: Path) -> str:
     """Compile a library for this processor, or for any of its kind, and return its path."""
     library = str(folder / "library.so")
     for option in (["-march=native"], ["-mcpu=native"], []):
@@ -206,7 +208,7 @@ def _compiled(compiler: Sequence[str], source: Path, folder: Path) -> str:
     return library
 
 
-def _is_right(native: NativeMoments) -> bool:
+def _has_right_moments(native: NativeMoments) -> bool:
     """Tell whether the functions give the known moments of small numbers."""
     for dtype in (torch.float32, torch.float64):
         numbers = torch.arange(-3.0, 1027.0, dtype=dtype, device="cpu")
@@ -220,7 +222,7 @@ def _is_right(native: NativeMoments) -> bool:
     return True
 
 
-def _tells_apart(native: NativeDifference) -> bool:
+def _has_right_gaps(native: NativeDifference) -> bool:
     """Tell whether the functions give the known differences of small numbers."""
     for dtype in READ_BY_C:
         b = torch.ones(3, 289, dtype=dtype, device="cpu")

@@ -93,24 +93,24 @@ class QuantilesStatistic(BinnedStatistic):
                 f"error must be at least 0.00025 and less than 1, got {error!r}.\nGive error=0.01."
             )
         per_octave = 1
-        while _error(per_octave) > error:
+        while _relative_error(per_octave) > error:
             per_octave *= 2
         super().__init__(low, high, per_octave)
         self.options: dict[str, Any] = {"q": list(q), "error": error, "low": low, "high": high}
         self.q: tuple[float, ...] = tuple(map(float, q))
-        self.error: float = _error(per_octave)
+        self.error: float = _relative_error(per_octave)
 
     def result(self, slots: Tensor) -> Quantiles:
         """Read slots."""
         check_slots(slots, self.n_slots)
         *_, non_finite, negated_min, greatest = slots.tolist()
         (n,), (values,) = (
-            numbers.tolist() for numbers in self.values_of(slots.cpu().numpy()[None])
+            numbers.tolist() for numbers in self.results_of_many(slots.cpu().numpy()[None])
         )
         counts = int(n + non_finite), int(non_finite)
         return Quantiles(self.q, tuple(values), self.error, *counts, -negated_min, greatest)
 
-    def values_of(self, slots: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[Any]]:
+    def results_of_many(self, slots: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Compute the quantiles of many slots, which `result` gives for each.
 
         Args:
@@ -126,13 +126,13 @@ class QuantilesStatistic(BinnedStatistic):
             np.searchsorted(row, rank, "right") for row, rank in zip(totals, ranks, strict=True)
         ]
         places = np.minimum(np.array(bins, np.intp).reshape(ranks.shape), totals.shape[1] - 1)
-        values = np.clip(np.array(self._middles)[places], ends[:, :1], ends[:, 1:])
+        values = np.clip(np.array(self._bin_values)[places], ends[:, :1], ends[:, 1:])
         values = np.where(ranks == counts - 1, ends[:, 1:], values)
         values = np.where(ranks == 0, ends[:, :1], values)
         return counts[:, 0], np.where(counts > 0, values, math.nan)
 
     @functools.cached_property
-    def _middles(self) -> list[float]:
+    def _bin_values(self) -> list[float]:
         """Return the number that stands for each bin: the relative error is that of both edges."""
         edges = self.edges()
         upper = [0.0, *(2 * a * b / (a + b) for a, b in itertools.pairwise(edges[1:-1])), math.nan]
@@ -143,6 +143,6 @@ def _is_from_0_to_1(number: Any) -> bool:
     return isinstance(number, int | float) and 0 <= number <= 1
 
 
-def _error(per_octave: int) -> float:
+def _relative_error(per_octave: int) -> float:
     """Return the relative error of the number that stands for the widest bin."""
     return 1 / (2 * per_octave + 1)

@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 @final
-class BySite(dict[str, V]):
+class SiteDict(dict[str, V]):
     """A dict whose keys are sites as text, as results print them, and may be written otherwise.
 
     >>> means = BySite({"(root)": 1.0, "fc": 2.0})
@@ -20,7 +20,7 @@ class BySite(dict[str, V]):
     """
 
     def __missing__(self, site: object) -> V:
-        name = self._name_of(site)
+        name = self._key_of(site)
         if name is None:
             shown = ", ".join(map(repr, list(self)[:4])) or "none"
             raise NotRecordedError(
@@ -30,14 +30,14 @@ class BySite(dict[str, V]):
         return self[name]
 
     def __contains__(self, site: object) -> bool:
-        return self._name_of(site) is not None
+        return self._key_of(site) is not None
 
     def get(self, site: Any, default: Any = None) -> Any:
         """Return the value of a site; a default where there is none."""
-        name = self._name_of(site)
+        name = self._key_of(site)
         return default if name is None else self[name]
 
-    def _name_of(self, site: object) -> str | None:
+    def _key_of(self, site: object) -> str | None:
         """Return the key of a site, however the site is written; None if it has none."""
         text = as_written(str(site))
         names = (text, text.removesuffix(":output"))

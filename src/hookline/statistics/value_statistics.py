@@ -16,11 +16,11 @@ from hookline.display.text import torch_name
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
-from hookline.statistics.equal_bins import counts_between
-from hookline.statistics.flat_numbers import pieces
+from hookline.statistics.equal_bins import count_in_equal_bins
+from hookline.statistics.flat_numbers import float64_chunks
 from hookline.statistics.mean_and_std import BLOCK_NUMEL, mean_and_std
 from hookline.statistics.moments import Moments
-from hookline.statistics.moments_statistic import measure
+from hookline.statistics.moments_statistic import measure_moments
 
 Array = NDArray[Any]
 
@@ -120,7 +120,7 @@ def site_statistics(value: Any) -> Statistics | None:
     tensor = main_tensor(value)
     if tensor is None:
         return None
-    moments = measure(tensor)
+    moments = measure_moments(tensor)
     shape = str(list(tensor.shape)) if not tensor.is_nested else "nested"
     statistics = statistics_of(moments, shape, tensor.dtype)
     if not moments.finite:
@@ -154,7 +154,7 @@ def _mean_and_std(tensor: Tensor, moments: Moments) -> tuple[float, float]:
     scale = 1.0 if 1 / _LARGE < unit < _LARGE else unit
     finite = (
         piece[piece.isfinite()] if moments.non_finite else piece.reshape(-1)
-        for piece in pieces(tensor)
+        for piece in float64_chunks(tensor)
     )
     blocks = (block for part in finite for block in torch.split(part, BLOCK_NUMEL) if len(block))
     mean, std = mean_and_std(block / scale if scale != 1 else block for block in blocks)
@@ -177,21 +177,21 @@ def histogram(tensor: Tensor, bins: int) -> tuple[Array, Array, Statistics]:
     if low is None or high is None:
         return np.zeros(bins, np.int64), np.linspace(0.0, 1.0, bins + 1), statistics
     if low == high:
-        low, high = around(low)
+        low, high = axis_range_around(low)
     # Halved if the range would overflow; enlarged where bins would be finer than float64.
     factor = 0.5 if math.isinf(high - low) else 2.0**200 if high - low < _SMALL else 1.0
     edges = np.linspace(low * factor, high * factor, bins + 1)
     counts = np.zeros(bins, np.int64)
-    for piece in pieces(tensor):
+    for piece in float64_chunks(tensor):
         flat = piece.flatten().cpu()
         if statistics.non_finite:
             flat = flat[flat.isfinite()]
-        counts += counts_between((flat * factor if factor != 1 else flat).numpy(), edges)
+        counts += count_in_equal_bins((flat * factor if factor != 1 else flat).numpy(), edges)
     edges /= factor
     return counts, edges, statistics
 
 
-def around(number: float) -> tuple[float, float]:
+def axis_range_around(number: float) -> tuple[float, float]:
     """Return the ends of an axis around a single number, at least 0.5 above and below it."""
     reach = max(0.5, abs(number) * 1e-3)
     return max(number - reach, -sys.float_info.max), min(number + reach, sys.float_info.max)

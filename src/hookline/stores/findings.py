@@ -9,7 +9,7 @@ import torch
 from hookline.display.text import listed, plural
 from hookline.display.units import measure, share
 from hookline.findings import Finding, Findings
-from hookline.findings.finding import Level, in_order
+from hookline.findings.finding import Level, sort_by_level
 from hookline.statistics import Moments
 
 _MOST_NAMED = 3
@@ -54,7 +54,7 @@ def findings_of_store(
     facts = f"{plural(len(statistics), 'site')}, {plural(n_items, 'item')}"
     empty = listed([site for site in statistics if site not in measured], _MOST_NAMED)
     notes = [f"Not judged, because they hold no numbers: {empty}."] if empty else []
-    return Findings(in_order(rows), facts, notes)
+    return Findings(sort_by_level(rows), facts, notes)
 
 
 def _non_finite(sites: Sequence[str], first: Moments, dtype: torch.dtype) -> Finding:

@@ -26,7 +26,7 @@ from hookline.errors import FolderError
 from hookline.files.place import Place
 from hookline.files.reading import DAMAGE, reading
 from hookline.files.sealed_json import MANIFEST, FolderFormat, sealed, unsealed
-from hookline.statistics import Moments, merged
+from hookline.statistics import Moments, merge_by_key
 from hookline.stores.manifest_form import check_manifest
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard
 
@@ -256,7 +256,7 @@ def write_manifest(
             "seals": [shard.seal for shard in shards],
         }
         of_shards = (shard.statistics for shard in shards)
-        statistics: Mapping[str, Moments] = reduce(merged, of_shards, {})
+        statistics: Mapping[str, Moments] = reduce(merge_by_key, of_shards, {})
         body["statistics"] = {name: moments.as_json() for name, moments in statistics.items()}
         body["skipped"] = [list(item) for shard in shards for item in shard.skipped]
     place.write(MANIFEST, [sealed({**STORE.head(), **body})])

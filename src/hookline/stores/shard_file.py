@@ -37,7 +37,7 @@ from hookline.files.safetensors_file import (
     head_size,
 )
 from hookline.statistics import Moments
-from hookline.statistics.flat_numbers import real
+from hookline.statistics.flat_numbers import to_real_float
 
 # Columns of the store itself. "@" begins no path of a module.
 ITEM, LENGTH, TOKEN = "@item", "@length", "@token"
@@ -318,7 +318,7 @@ def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
 def _moments(tensors: Sequence[Tensor]) -> Moments:
     moments = Moments()
     for tensor in tensors:
-        plain = tensor if tensor.dtype in IN_NUMPY else real(tensor)
+        plain = tensor if tensor.dtype in IN_NUMPY else to_real_float(tensor)
         moments = moments + Moments.of(plain.numpy())
     return moments
 

@@ -29,8 +29,8 @@ from hookline.files.reading import DAMAGE, reading
 from hookline.files.sealed_json import MANIFEST
 from hookline.findings import Findings
 from hookline.recordings.key_index import suggestion_text
-from hookline.statistics import Moments, merged
-from hookline.statistics.site_dict import BySite
+from hookline.statistics import Moments, merge_by_key
+from hookline.statistics.site_dict import SiteDict
 from hookline.stores.column import Column
 from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
 from hookline.stores.exports import ExportedColumns, Format, export
@@ -101,7 +101,7 @@ class Store(Result):
             shards = Shards(place, manifest["shards"])
             self._forms = tuple(_forms(manifest["job"]))
             numbers = manifest["statistics"].items()
-            self.statistics: BySite[Moments] = BySite(
+            self.statistics: SiteDict[Moments] = SiteDict(
                 {name: Moments.from_json(fields) for name, fields in numbers}
             )
             self.skipped: list[tuple[int, str]] = [
@@ -365,8 +365,8 @@ class Store(Result):
         joined._place, joined._manifest, joined.parts = stores[0]._place, {}, stores
         joined._forms = stores[0]._forms
         of_stores = (store.statistics for store in stores)
-        numbers: Mapping[str, Moments] = reduce(merged, of_stores, {})
-        joined.statistics = BySite(numbers)
+        numbers: Mapping[str, Moments] = reduce(merge_by_key, of_stores, {})
+        joined.statistics = SiteDict(numbers)
         joined.skipped = [item for store in stores for item in store.skipped]
         joined._begin(Shards.joined(store._shards for store in stores))
         return joined

@@ -15,7 +15,7 @@ from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
 from hookline.display.units import measure
 from hookline.errors import HooklineError
-from hookline.statistics.value_statistics import Array, around
+from hookline.statistics.value_statistics import Array, axis_range_around
 from hookline.util.optional import how_to_install
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def colour_scale(data: Tensor, *, robust: bool = False, signed: bool | None = No
         reach = max(abs(low), abs(high)) or 1.0
         return Scale(-reach, reach, True, cuts)
     if low == high:
-        return Scale(*around(low), False)
+        return Scale(*axis_range_around(low), False)
     return Scale(low, high, False, cuts)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.statistics.finiteness import total
+from hookline.statistics.finiteness import probe_sum
 from hookline.verbs.shared import rerun
 from hookline.verbs.shared.rerun import Likeness
 from meeting import Meanwhile, ToldLock
@@ -59,7 +59,7 @@ def test_all_buffers_are_kept_until_a_run_has_ended():
 PATHS = ["", "a", "b"]
 
 
-def likeness_of(*sums, measure=total):
+def likeness_of(*sums, measure=probe_sum):
     return Likeness([(number, torch.tensor(value), measure) for number, value in sums], PATHS)
 
 

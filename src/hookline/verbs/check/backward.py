@@ -30,7 +30,7 @@ from hookline.engine import (
     unreduced_gradients,
 )
 from hookline.errors import NonFiniteError, warn
-from hookline.statistics.finiteness import kinds_in, not_finite, total
+from hookline.statistics.finiteness import indices_not_finite, non_finite_kinds, probe_sum
 from hookline.verbs.check.agree_across_ranks import earliest, rank_here
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.forward import NOT_REPEATED, ForwardChecks
@@ -182,7 +182,9 @@ class BackwardChecks:
         if not waiting or self._waiting is not None:
             return self._waiting if waiting else None
         paths = {id(weight): path for path, weight in self._weights}
-        bad = [(paths.get(id(weight), ""), grad) for weight, grad in waiting if kinds_in(grad)]
+        bad = [
+            (paths.get(id(weight), ""), grad) for weight, grad in waiting if non_finite_kinds(grad)
+        ]
         if not bad:
             return None
         finding = self._find_cause(runs, loss, bad)
@@ -232,7 +234,7 @@ class BackwardChecks:
         """
         why: str | None = None
         for run in runs:
-            if any(map(kinds_in, run.gradients.values())):
+            if any(map(non_finite_kinds, run.gradients.values())):
                 if why:
                     break  # it may come from a run that could not be repeated
                 return self._finding_of_loss(run, loss)
@@ -258,13 +260,13 @@ class BackwardChecks:
     def _agrees_with(self, repeated: RepeatedBackward) -> bool:
         """Tell whether the gradients are not finite wherever those of a repeated backward are."""
         grads = [weight.grad for weight in repeated.not_finite]
-        return all(grad is not None and kinds_in(grad) for grad in grads)
+        return all(grad is not None and non_finite_kinds(grad) for grad in grads)
 
     @staticmethod
     def _bad_grads(weights: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Return the gradients of weights that are not finite."""
         grads = [(path, weight.grad) for path, weight in weights]
-        return [(path, grad) for path, grad in grads if grad is not None and kinds_in(grad)]
+        return [(path, grad) for path, grad in grads if grad is not None and non_finite_kinds(grad)]
 
     def _finding_of_gradients(
         self, bad: list[tuple[str, Tensor]], step: int | None, why: str
@@ -278,7 +280,7 @@ class BackwardChecks:
 
     def _finding_of_loss(self, run: CheckedRun, loss: LossGraph | None) -> CheckFinding:
         """Describe a gradient of the output that is not finite: all code outside is the loss."""
-        grad = next(gradient for gradient in run.gradients.values() if kinds_in(gradient))
+        grad = next(gradient for gradient in run.gradients.values() if non_finite_kinds(gradient))
         finding = finding_of_tensor("loss", "", grad, run.step)
         finding = finding.with_(inputs=(measure("gradient of the output", grad),))
         notes = []
@@ -396,8 +398,8 @@ class BackwardChecks:
     def _gradients_are_finite(self, ids: set[int] | None = None) -> bool:
         weights = [weight for _, weight in self._weights if ids is None or id(weight) in ids]
         grads = [weight.grad for weight in weights if weight.grad is not None]
-        sums = [number for number in map(total, grads) if number is not None]
-        return not not_finite(sums) or not any(map(kinds_in, grads))
+        sums = [number for number in map(probe_sum, grads) if number is not None]
+        return not indices_not_finite(sums) or not any(map(non_finite_kinds, grads))
 
 
 def _do_nothing() -> None:

@@ -28,7 +28,13 @@ from hookline.engine import (
     sharding_kind,
 )
 from hookline.errors import warn
-from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in, not_finite, total
+from hookline.statistics.finiteness import (
+    NonFinite,
+    indices_not_finite,
+    is_measurable,
+    non_finite_kinds,
+    probe_sum,
+)
 from hookline.verbs.check.backward import BackwardChecks
 from hookline.verbs.check.finding import SINCE_START, CheckFinding
 from hookline.verbs.check.forward import ForwardChecks
@@ -142,10 +148,10 @@ def _bad_weight(
         entry for entry in named_tensors(nodes)
         if is_measurable(entry[2]) and (with_buffers or entry[0] == "parameter")
     ]  # fmt: skip
-    sums = [number for _, _, tensor in entries if (number := total(tensor)) is not None]
-    for index in not_finite(sums):
+    sums = [number for _, _, tensor in entries if (number := probe_sum(tensor)) is not None]
+    for index in indices_not_finite(sums):
         kind, path, tensor = entries[index]
-        if kinds_in(tensor) & ~allowed[kind]:
+        if non_finite_kinds(tensor) & ~allowed[kind]:
             return finding_of_tensor(kind, path, tensor, step)
     return None
 

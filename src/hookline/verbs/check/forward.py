@@ -26,7 +26,13 @@ from hookline.engine import (
 )
 from hookline.errors import warn
 from hookline.statistics import finiteness
-from hookline.statistics.finiteness import Measure, NonFinite, kinds_in, total, transformed
+from hookline.statistics.finiteness import (
+    Measure,
+    NonFinite,
+    non_finite_kinds,
+    probe_in_transform,
+    probe_sum,
+)
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.loss_graph import NodeNumbers
 from hookline.verbs.check.nonfinite_origins import Origin, measure
@@ -55,7 +61,9 @@ class _Output:
     """The output of one module."""
 
     site: Site  # its site
-    measure: Measure = total  # the function that is measured; it changes where the sum says nothing
+    measure: Measure = (
+        probe_sum  # the function that is measured; it changes where the sum says nothing
+    )
     is_excused: bool = False  # whether what is not finite there is known to vanish
 
 
@@ -110,7 +118,9 @@ class ForwardChecks:
 
         def see(current: Pass, value: Any) -> None:
             is_plain = not current.is_transformed
-            number_of = output.measure(value) if is_plain else transformed(output.measure, value)
+            number_of = (
+                output.measure(value) if is_plain else probe_in_transform(output.measure, value)
+            )
             if number_of is not None:
                 current.log.append((number, number_of, output.measure))
                 if not current.roots and len(current.log) > _MOST_SUMS:
@@ -119,13 +129,13 @@ class ForwardChecks:
         def after(current: Pass, number_of: Tensor | None) -> None:
             if number_of is not None:
                 # What is measured in the graph stays the sum: only a NaN in it counts from now on.
-                is_plain = output.measure is total
-                entry = number_of if is_plain else finiteness.without_infinity(number_of)
+                is_plain = output.measure is probe_sum
+                entry = number_of if is_plain else finiteness.zero_infinities(number_of)
                 current.log.append((number, entry, None))
 
         # A container's output is a part's, seen already.
         if not self._traits.is_on or not is_single:
-            return SplitCallback(see, total, after)
+            return SplitCallback(see, probe_sum, after)
         place, reader = len(self._histories), self._traits
         history = History(site, self._also, self._outcome.add)
         self._histories.append(history)
@@ -146,7 +156,7 @@ class ForwardChecks:
                 note(current, measured_in_graph[1])
 
         def total_and_traits(value: Any) -> tuple[Tensor | None, Traits]:
-            return total(value), reader.read(value, site.module_type)
+            return probe_sum(value), reader.read(value, site.module_type)
 
         return SplitCallback(see_and_note, total_and_traits, after_both)
 
@@ -210,13 +220,13 @@ class ForwardChecks:
     def _judge_run(self, run: CheckedRun) -> CheckFinding | None:
         """Find who made a value that is not finite in a run; None if all is well."""
         self._has_measured = self._has_measured or any(not n.is_meta for _, n, _ in run.sums)
-        bad = finiteness.not_finite([number for _, number, _ in run.sums])
+        bad = finiteness.indices_not_finite([number for _, number, _ in run.sums])
         run.is_output_finite = all(self._output_of_sum(run, k).site.path for k in bad)
         suspects = [k for k in bad if not self._output_of_sum(run, k).is_excused]
         if not suspects:
             return None
         model, finding, why = self._model(), None, None
-        if model is not None and any(map(kinds_in, model.parameters())):
+        if model is not None and any(map(non_finite_kinds, model.parameters())):
             # The weights have stepped without an optimizer of torch, with what a backward made.
             finding = self._outcome.pop_backward_finding()
         if finding is None:
@@ -261,7 +271,9 @@ class ForwardChecks:
         if not origins:
             for output in outputs:
                 calls = [call for call in replay.calls if call.node.path == output.site.path]
-                output.measure = _measure_for(finiteness.all_kinds(call.kinds for call in calls))
+                output.measure = _measure_for(
+                    finiteness.union_of_kinds(call.kinds for call in calls)
+                )
             return None, None
         # Origins in the output count. If the output has no numbers, all origins count.
         leaving = replay.origin if replay.has_numbers else origins[0]
@@ -287,9 +299,9 @@ class ForwardChecks:
             exact = []
         else:
             # It has vanished, or a sum has overflowed.
-            exact = [k for k in suspects if run.sums[k][2] not in (total, None)]
+            exact = [k for k in suspects if run.sums[k][2] not in (probe_sum, None)]
         for k in suspects:
-            self._output_of_sum(run, k).measure = finiteness.beside_masks
+            self._output_of_sum(run, k).measure = finiteness.probe_beside_masks
         inner = [k for k in exact if self._output_of_sum(run, k).site.path]
         for k in inner:
             self._output_of_sum(run, k).is_excused = True
@@ -309,7 +321,7 @@ class ForwardChecks:
         parameters = [] if node is None else node.module.named_parameters(recurse=False)
         passed = [path_text(self._output_of_sum(run, k).site.path) for k in suspects if k > index]
         output = [] if site.path else finiteness.measurable_in(run.output)
-        counts = [finiteness.counted(tensor) for tensor in output]
+        counts = [finiteness.count_nan_and_inf(tensor) for tensor in output]
         return CheckFinding(
             "forward", site.path, site.module_type, call, run.step,
             n_nan=sum(n_nan for n_nan, _ in counts),
@@ -349,11 +361,11 @@ def _unexplained_difference(replay: Replay, run: CheckedRun, origins: list[Origi
 def _non_finite_kinds(output: Any) -> NonFinite | None:
     """Return the kinds of numbers in an output that are not finite; None if it has no numbers."""
     tensors = finiteness.measurable_in(output)
-    return finiteness.all_kinds(map(kinds_in, tensors)) if tensors else None
+    return finiteness.union_of_kinds(map(non_finite_kinds, tensors)) if tensors else None
 
 
 def _measure_for(meant: NonFinite) -> Measure:
     """Return the measure for a site where these kinds are meant; without any, its sum overflows."""
     if meant is NonFinite.MINUS_INF:
-        return finiteness.beside_masks
-    return finiteness.total_nan if meant else finiteness.extremes
+        return finiteness.probe_beside_masks
+    return finiteness.probe_nan if meant else finiteness.probe_extremes

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine import hook_node, local_part, next_number, node_number, nodes_of_loss, saved_by
-from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in
+from hookline.statistics.finiteness import NonFinite, is_measurable, non_finite_kinds
 from hookline.verbs.check.finding import CheckFinding, SourceLine, user_frame
 from hookline.verbs.check.loss_source_line import CalledAt, line_of_loss
 from hookline.verbs.check.nonfinite_origins import line_from_traceback, measure
@@ -165,7 +165,7 @@ class LossGraph:
             plain = local_part(tensors[0].detach())
             is_number = plain.numel() == 1 and not plain.is_complex()
             self.value = float(plain) if is_number else None
-        kinds = [kinds_in(tensor.detach()) for tensor in tensors]
+        kinds = [non_finite_kinds(tensor.detach()) for tensor in tensors]
         self.is_nan: bool = any(kind & NonFinite.NAN for kind in kinds)
         grad_fns = [tensor.grad_fn for tensor in tensors]
         self._nodes = nodes_of_loss(grad_fns, self._is_run_node, _MOST_NODES)
@@ -218,8 +218,8 @@ class LossGraph:
     def fault_of_backward(self) -> Fault | None:
         """Return the first operation in the loss's backward that made a NaN or an infinity."""
         for node, passed_on, arrived in self._gradients:
-            bad = [tensor for tensor in passed_on if kinds_in(tensor.detach())]
-            if bad and any(kinds_in(tensor.detach()) for tensor in arrived):
+            bad = [tensor for tensor in passed_on if non_finite_kinds(tensor.detach())]
+            if bad and any(non_finite_kinds(tensor.detach()) for tensor in arrived):
                 return None  # it was given that, by an operation whose gradients are not known
             if bad:
                 return self._with_line(Fault(node, bad[0], arrived, is_of_backward=True))
@@ -283,7 +283,7 @@ class _Values:
         """Return the kinds of an operation's output that are not finite; None if not known."""
         tensor = self._value_at(edge)
         if tensor is not None:
-            return kinds_in(tensor)
+            return non_finite_kinds(tensor)
         node = edge[0]
         if node is None:
             return None
@@ -328,7 +328,7 @@ class _Values:
         inputs = [tensor for tensor in map(self._value_at, edges) if tensor is not None]
         constants = self._constants.get(node, [])
         notes: tuple[str, ...] = ()
-        if any(kinds_in(tensor) for tensor in constants):
+        if any(non_finite_kinds(tensor) for tensor in constants):
             notes = ("an input of the operation that needs no gradient was not finite",)
         elif not is_kept:
             notes = ("the graph does not keep the operation's input; what it was computed from, as"

@@ -31,11 +31,11 @@ from hookline.engine import (
 )
 from hookline.statistics.finiteness import (
     NonFinite,
-    all_kinds,
-    counted,
+    count_nan_and_inf,
     is_measurable,
-    kinds_in,
-    moments,
+    non_finite_kinds,
+    plain_moments,
+    union_of_kinds,
 )
 from hookline.verbs.check.finding import Measured, SourceLine, is_internal, source_line, user_frame
 
@@ -78,7 +78,7 @@ class Origin:
 
     def add_counts(self, tensor: Tensor) -> None:
         """Add the numbers of a tensor that it has made."""
-        n_nan, n_inf = counted(tensor)
+        n_nan, n_inf = count_nan_and_inf(tensor)
         self.n_nan += n_nan
         self.n_inf += n_inf
         self.n_total += tensor.numel()
@@ -116,12 +116,12 @@ class _MeantKinds:
         is_moving = function.is_view or any(part in name for part in _MOVING)
         followed = [mark for mark in marks if is_moving or not mark.is_empty]
         self.is_empty = name.startswith(_EMPTY) or any(mark.is_empty for mark in followed)
-        kinds = all_kinds(mark.kinds for mark in followed)
+        kinds = union_of_kinds(mark.kinds for mark in followed)
         self._meant = (kinds if is_moving else kinds & ~NonFinite.NAN) | _meant_in(name, arguments)
 
     def has_made(self, kinds: Iterable[NonFinite]) -> bool:
         """Tell whether the operation has made what is in its outputs."""
-        return not self.is_empty and bool(all_kinds(kinds) & ~self._meant)
+        return not self.is_empty and bool(union_of_kinds(kinds) & ~self._meant)
 
 
 @final
@@ -175,7 +175,7 @@ class FunctionNames(TorchFunctionMode):
         if any(argument is tensor or storage_address(argument) == key for argument in tensors):
             return NonFinite.NONE
         numbers = [_kind_of(argument) for argument in arguments if isinstance(argument, Real)]
-        return all_kinds(numbers)
+        return union_of_kinds(numbers)
 
 
 @final
@@ -304,7 +304,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def measure(name: str, tensor: Tensor) -> Measured:
     """Measure a tensor."""
     dtype = torch_name(tensor.dtype)
-    numbers = moments(tensor) if is_measurable(tensor) else None
+    numbers = plain_moments(tensor) if is_measurable(tensor) else None
     return Measured(name, tuple(tensor.shape), dtype, numbers)
 
 
@@ -323,7 +323,7 @@ def _fill_with_nan(new: Any) -> None:
 
 def _kinds_or_none(tensor: Tensor) -> NonFinite:
     try:
-        return kinds_in(tensor)
+        return non_finite_kinds(tensor)
     except (RuntimeError, NotImplementedError):  # a layout or a dtype without these operations
         return NonFinite.NONE
 
@@ -357,7 +357,9 @@ def _meant_in(name: str, arguments: Any) -> NonFinite:
 
     A NaN is meant where memory is filled with it, and not where it is computed with.
     """
-    kinds = all_kinds(_kind_of(number) for number in _leaves(arguments) if isinstance(number, Real))
+    kinds = union_of_kinds(
+        _kind_of(number) for number in _leaves(arguments) if isinstance(number, Real)
+    )
     is_filling = any(word in name for word in _FILLING)
     return kinds if is_filling else kinds & ~NonFinite.NAN
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hookline.display.text import type_and_line
 from hookline.engine import Passes, has_process_group
 from hookline.errors import FolderError
-from hookline.statistics.finiteness import counted
+from hookline.statistics.finiteness import count_nan_and_inf
 from hookline.verbs.check.agree_across_ranks import earliest_if_any, rank_here
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.nonfinite_origins import Origin
@@ -96,7 +96,7 @@ class Outcome:
 
 def finding_of_tensor(kind: str, path: str, tensor: Tensor, step: int | None) -> CheckFinding:
     """Describe a tensor that is not finite, as a finding; the loss has no path."""
-    n_nan, n_inf = counted(tensor)
+    n_nan, n_inf = count_nan_and_inf(tensor)
     return CheckFinding(
         kind, path, step=step, n_nan=n_nan, n_inf=n_inf, n_total=tensor.numel(),
         suspect=f"{kind} {path}" if path else None,

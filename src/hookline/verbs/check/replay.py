@@ -36,7 +36,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.describe import leaf_text
-from hookline.statistics.finiteness import NonFinite, all_kinds, is_measurable
+from hookline.statistics.finiteness import NonFinite, is_measurable, union_of_kinds
 from hookline.verbs.check.finding import SINCE_START, CheckFinding, Measured, user_frame
 from hookline.verbs.check.loss_source_line import CalledAt
 from hookline.verbs.check.nonfinite_origins import FunctionNames, Origin, Origins, Outside, measure
@@ -282,7 +282,7 @@ class Replay:
             call.last = next_number()
             marks = [mark for mark in map(self._origins.mark_of, _tensors_in(output)) if mark]
             if marks:
-                call.kinds = all_kinds([mark.kinds for mark in marks])
+                call.kinds = union_of_kinds([mark.kinds for mark in marks])
                 call.origin = next((mark.origin for mark in marks if mark.origin), None)
             if not self._is_backward:
                 self._compare_output(node.path, output, is_new=any(mark.is_empty for mark in marks))

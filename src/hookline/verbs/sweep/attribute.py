@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hookline.engine import Selector, module_tree
 from hookline.errors import InputError, only_options, positive_integer
-from hookline.statistics.site_dict import BySite
+from hookline.statistics.site_dict import SiteDict
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
 from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.sweep.changing import Changing, recorded_run
@@ -157,8 +157,8 @@ def attribute(
 def _result(
     grid: Grid, numbers: tuple[float, float], integrals: Mapping[str, Integral], measured: Array
 ) -> Attribution:
-    scores = BySite({site: integral.score for site, integral in integrals.items()})
-    gradients = BySite({site: integral.mean for site, integral in integrals.items()})
+    scores = SiteDict({site: integral.score for site, integral in integrals.items()})
+    gradients = SiteDict({site: integral.mean for site, integral in integrals.items()})
     effects = _parts(grid, scores)
     is_change = ~np.isnan(effects)
     return Attribution(grid.axes, *numbers, is_change, scores, gradients, effects, measured)

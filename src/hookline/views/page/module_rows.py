@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import final
 
 from hookline.engine import Site
-from hookline.findings.survey import PLAIN_HOLDERS, repeated
+from hookline.findings.survey import PLAIN_HOLDERS, repeated_block_indices
 from hookline.recordings import Recording
 from hookline.views.page.value_entries import ValueEntry
 
@@ -66,7 +66,7 @@ def repeated_block_rows(rows: Sequence[Row]) -> list[int]:
         for index, row in enumerate(rows)
         if index in holders and row.module_type not in PLAIN_HOLDERS and _has_output(row)
     ]
-    places = repeated([rows[index].path for index in blocks])
+    places = repeated_block_indices([rows[index].path for index in blocks])
     if places:
         return [blocks[place] for place in places]
     root = 0 if rows and not rows[0].path else None

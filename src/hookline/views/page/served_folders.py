@@ -13,7 +13,7 @@ from typing import final
 from hookline.curves import Curves, RunReader, is_run, run_version
 from hookline.display.text import plural
 from hookline.errors import FolderError, InputError
-from hookline.findings import Finding, Findings, Level, in_order
+from hookline.findings import Finding, Findings, Level, sort_by_level
 from hookline.opening import open as open_folder
 from hookline.recordings import Recording
 from hookline.stores import Store, excerpt
@@ -111,7 +111,7 @@ def _judge_rank_and_others(ranks: Sequence[Recording], rank: int) -> Findings:
         for number, recording in enumerate(ranks)
         if number != rank and (finding := _worst_of_rank(number, recording)) is not None
     ]
-    return replace(judged, rows=in_order([*judged, *others]))
+    return replace(judged, rows=sort_by_level([*judged, *others]))
 
 
 def _worst_of_rank(rank: int, recording: Recording) -> Finding | None:

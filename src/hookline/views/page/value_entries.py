@@ -16,7 +16,7 @@ from hookline.engine.pytree.tree import Leaf
 from hookline.errors import FolderError, InputError, OverwrittenError
 from hookline.recordings import Recording
 from hookline.recordings.figure_values import RecordedValue, walk_values
-from hookline.statistics import measure
+from hookline.statistics import measure_moments
 from hookline.statistics.value_statistics import (
     Statistics,
     histogram,
@@ -261,7 +261,10 @@ def _count_non_finite(
 ) -> tuple[tuple[str, int], ...]:
     """Return the leaves of a value with elements that are NaN or infinite, and their numbers."""
     numbers = [
-        (leaf, (statistics if statistics and tensor is main else measure(tensor)).non_finite)
+        (
+            leaf,
+            (statistics if statistics and tensor is main else measure_moments(tensor)).non_finite,
+        )
         for leaf, tensor in measured_tensors(value)
     ]
     return tuple(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from hookline.display.text import shorten
-from hookline.findings.survey import PLAIN_HOLDERS, holders_of, repeated
+from hookline.findings.survey import PLAIN_HOLDERS, ancestors_of, repeated_block_indices
 from hookline.views.plots.figure_sheet import GREY, PLAIN, SMALL, TEXT, Sheet, text_width, tidy
 
 if TYPE_CHECKING:
@@ -122,10 +122,10 @@ def find_blocks(labels: Sequence[str], types: Sequence[str]) -> list[int]:
         labels: the sites.
         types: the class of each site's module; containers such as `nn.Sequential` are no blocks.
     """
-    holders = {holder for label in labels for holder in holders_of(label.partition(":")[0])}
+    holders = {holder for label in labels for holder in ancestors_of(label.partition(":")[0])}
     places = [
         place
         for place, (label, module_type) in enumerate(zip(labels, types, strict=True))
         if label in holders and module_type not in PLAIN_HOLDERS
     ]
-    return [places[place] for place in repeated([labels[place] for place in places])]
+    return [places[place] for place in repeated_block_indices([labels[place] for place in places])]
