@@ -23,7 +23,7 @@ from hookline.recordings import Recording, check_target
 from hookline.verbs.doctor.diagnosis import Diagnosis, Note, SiteVerdict
 from hookline.verbs.profile.profile import Profile
 from hookline.verbs.shared.rerun import eval_without_side_effects
-from hookline.verbs.shared.run_model import Inputs, call, mean_squares
+from hookline.verbs.shared.run_model import Inputs, call, sum_of_mean_squares
 from hookline.verbs.summary import Summary
 from hookline.views.page import Evidence, write_recording_page
 
@@ -231,7 +231,7 @@ def profile_steps(
 
 
 def _run_backward(output: object) -> None:
-    loss = mean_squares(output)
+    loss = sum_of_mean_squares(output)
     if loss is None:
         raise InputError(
             "with --backward, an output must be one that requires a gradient, got none."

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.shared.inference_tensors import savable_weights
+from hookline.verbs.shared.inference_tensors import explain_inference_weights
 
 IMAGE = torch.arange(16.0).reshape(1, 1, 4, 4)
 
@@ -36,5 +36,8 @@ def test_weights_of_inference_mode_are_named_until_copied(verb):
 
 
 def test_an_error_of_the_model_itself_stays():
-    with pytest.raises(RuntimeError, match="mine"), savable_weights("hl.cam", nn.Linear(2, 2)):
+    with (
+        pytest.raises(RuntimeError, match="mine"),
+        explain_inference_weights("hl.cam", nn.Linear(2, 2)),
+    ):
         raise RuntimeError("mine")

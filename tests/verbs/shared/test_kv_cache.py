@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hookline.verbs.shared.kv_cache import cache_in, n_cached
+from hookline.verbs.shared.kv_cache import find_cache, n_cached_tokens
 
 KEYS = torch.zeros(2, 4, 5, 8)
 
@@ -32,11 +32,11 @@ def raises():
     ],
 )
 def test_a_cache_has_so_many_tokens_or_does_not_tell(cache, expected):
-    assert n_cached(cache) == expected
+    assert n_cached_tokens(cache) == expected
 
 
 def test_a_cache_is_found_by_its_name():
-    assert cache_in({"past_key_values": KEYS}) is KEYS
-    assert cache_in({"cache": None, "mems": KEYS}) is KEYS
-    assert cache_in({"state": KEYS}) is None
-    assert cache_in({"input_ids": KEYS, "state": KEYS}) is KEYS
+    assert find_cache({"past_key_values": KEYS}) is KEYS
+    assert find_cache({"cache": None, "mems": KEYS}) is KEYS
+    assert find_cache({"state": KEYS}) is None
+    assert find_cache({"input_ids": KEYS, "state": KEYS}) is KEYS

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.shared.meta_tensors import refuse_shapes_alone
+from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
 
 X = torch.ones(2, 1, 6, 6)
 MODEL = r"must have a model with numbers, got 0\.weight on the meta device"
@@ -45,9 +45,9 @@ def test_a_model_or_inputs_of_shapes_alone_are_refused(verb):
 def test_an_offloaded_model_has_numbers_where_it_runs():
     model = small("meta")
     model[0].register_forward_pre_hook(lambda module, args: None)  # may load the weights
-    refuse_shapes_alone("hl.cam", model, X)
+    refuse_meta_tensors("hl.cam", model, X)
     with pytest.raises(hl.InputError, match=MODEL):
-        refuse_shapes_alone("hl.anatomy", model, X, reads_weights=True)
+        refuse_meta_tensors("hl.anatomy", model, X, refuse_offloaded=True)
 
 
 def test_data_of_shapes_alone_are_refused_by_extract(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hookline.verbs.sweep.agreement import (
-    is_same,
+    is_same_number,
     may_be_rounding,
     numbers_agree,
     outputs_agree,
@@ -19,9 +19,9 @@ MOVED = LOGITS + torch.tensor([[0.1, 0.2, -0.1, 0.0]])
 
 
 def test_a_number_is_itself_also_if_it_is_nan():
-    assert is_same(math.nan, math.nan)
-    assert is_same(math.inf, math.inf)
-    assert not is_same(math.nan, 1.0)
+    assert is_same_number(math.nan, math.nan)
+    assert is_same_number(math.inf, math.inf)
+    assert not is_same_number(math.nan, 1.0)
 
 
 @pytest.mark.parametrize(

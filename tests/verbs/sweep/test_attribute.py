@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.verbs.sweep.judge_estimates import verdicts
+from hookline.verbs.sweep.judge_estimates import judge_sites
 from thoroughness import tries
 
 
@@ -279,7 +279,7 @@ def test_a_false_alarm_is_rarer_than_one_in_twenty(n, n_sites):
     for n_missed in range(max(0, n - 20), min(n, 40) + 1):
         measured = np.full((n_sites, 60), np.nan)
         measured[0, :n_missed] = measured[0, 40 : 40 + n - n_missed] = 1.0
-        if verdicts(list(range(n_sites)), estimates, measured)[0].is_failing:
+        if judge_sites(list(range(n_sites)), estimates, measured)[0].is_failing:
             ways = math.comb(40, n_missed) * math.comb(20, n - n_missed)
             chance += ways / math.comb(60, n)
     assert chance <= 0.05 / n_sites

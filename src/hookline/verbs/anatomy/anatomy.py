@@ -40,7 +40,7 @@ from hookline.verbs.anatomy.prove_parts import find_and_prove, quiet_without_fas
 from hookline.verbs.anatomy.stacks import Stack
 from hookline.verbs.anatomy.trace import Trace, trace_model
 from hookline.verbs.anatomy.trial_inputs import trial_inputs
-from hookline.verbs.shared.meta_tensors import refuse_shapes_alone
+from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs
 
@@ -405,7 +405,7 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
         )
     refuse_plain_shards(model)
     wrapped, model = model, unwrap(model)
-    refuse_shapes_alone("hl.anatomy", model, inputs, reads_weights=True)
+    refuse_meta_tensors("hl.anatomy", model, inputs, refuse_offloaded=True)
     # A tensor made in inference mode has no version, which tells that it was written to.
     with torch.inference_mode(False), eval_without_side_effects(model), quiet_without_fastpath():
         both = trial_inputs(model, inputs)

@@ -34,8 +34,8 @@ from hookline.verbs.cam.spatial_layers import (
     select_outputs,
 )
 from hookline.verbs.cam.targets import ClassTarget, Goal, resolve_target
-from hookline.verbs.shared.inference_tensors import savable_weights
-from hookline.verbs.shared.meta_tensors import refuse_shapes_alone
+from hookline.verbs.shared.inference_tensors import explain_inference_weights
+from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import call, without_list
 
@@ -120,7 +120,7 @@ def cam(
             " traced in whole or in part: torch calls no hooks there."
             "\nGive the model before scripting."
         )
-    refuse_shapes_alone("hl.cam", model, inputs)
+    refuse_meta_tensors("hl.cam", model, inputs)
     if reshape is not None and not callable(reshape):
         raise InputError(
             f"reshape= must be a function, got {reshape!r}.\nGive a function from a layer's output"
@@ -132,7 +132,7 @@ def cam(
         torch.inference_mode(mode=False),
         eval_without_side_effects(model),
         torch.set_grad_enabled(way.needs == "gradients"),
-        savable_weights("hl.cam", model),
+        explain_inference_weights("hl.cam", model),
     ):
         inputs = without_list(model, inputs)
         return _CamRunner(model, inputs, target, way, reshape).maps(layer, batch_size)

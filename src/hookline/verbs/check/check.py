@@ -42,12 +42,12 @@ from hookline.verbs.check.pending_findings import Checked, Outcome, finding_of_t
 from hookline.verbs.check.replay import named_tensors
 from hookline.verbs.check.replay_file import make_folder
 from hookline.verbs.check.unusual_outputs import checked_names
-from hookline.verbs.shared.finalizing_line import VerbLine
+from hookline.verbs.shared.finalizing_line import FinalizingLine
 
 
 @final
 @hides("start")
-class CheckLine(VerbLine[Line]):
+class CheckLine(FinalizingLine[Line]):
     """A line that checks: a context manager, or ended by `remove()`.
 
     Attributes:
@@ -99,10 +99,10 @@ class CheckLine(VerbLine[Line]):
 
     def remove(self) -> None:
         """End the line, and raise an error for what no optimizer has stepped with. Idempotent."""
-        self._ending(None)
+        self._before_removal(None)
         super().remove()
 
-    def _ending(self, error: BaseException | None) -> None:
+    def _before_removal(self, error: BaseException | None) -> None:
         has_ended = self._line.passes.closed
         if error is None:
             self._forward.judge_dead_units()
@@ -121,7 +121,7 @@ class CheckLine(VerbLine[Line]):
         if finding is not None:
             outcome.at_end = outcome.add(finding.with_(notes=(SINCE_START,)))
 
-    def _ended(self, error: BaseException | None) -> None:
+    def _after_removal(self, error: BaseException | None) -> None:
         outcome = self._outcome
         raised, outcome.at_end = outcome.at_end, None
         if raised is not None and error is None:

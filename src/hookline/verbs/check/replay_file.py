@@ -27,7 +27,7 @@ from hookline.errors import FolderError, ModelError, NonFiniteError
 from hookline.files.place import local_path
 from hookline.recordings.encoding import decode, encode
 from hookline.verbs.check.finding import CheckFinding
-from hookline.verbs.shared.rerun import Autocast, autocast_as
+from hookline.verbs.shared.rerun import Autocast, use_autocast
 
 _FORMAT = "hookline finding 1"
 _KEY = "hookline"
@@ -111,7 +111,7 @@ class Situation:
         try:
             module.load_state_dict(self.state, strict=False)
             module.train(self.training)
-            with torch.random.fork_rng(), autocast_as(self.autocast):
+            with torch.random.fork_rng(), use_autocast(self.autocast):
                 torch.set_rng_state(self.rng)
                 with check(module):
                     self._run_backward(module(*args, **kwargs))

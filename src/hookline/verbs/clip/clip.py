@@ -39,12 +39,12 @@ from hookline.verbs.clip.parameter_gradients import (
     grad_holder,
 )
 from hookline.verbs.clip.report import ClipReport, Tally
-from hookline.verbs.shared.finalizing_line import VerbLine
+from hookline.verbs.shared.finalizing_line import FinalizingLine
 
 
 @final
 @hides("start")
-class ClipLine(VerbLine[RawLine]):
+class ClipLine(FinalizingLine[RawLine]):
     """A line that clips: a context manager, or ended by `remove()`. `report()` counts the clips."""
 
     def __init__(self, line: RawLine, limit: Limit) -> None:
@@ -62,7 +62,7 @@ class ClipLine(VerbLine[RawLine]):
         rows = tuple(tally.row(self._limit.bound) for tally in self._tallies)
         return ClipReport(self._line.report(), rows)
 
-    def _ended(self, error: BaseException | None) -> None:
+    def _after_removal(self, error: BaseException | None) -> None:
         if error is not None:
             return
         bad = [row for row in self.report().rows if row.nonfinite]

@@ -19,8 +19,8 @@ from hookline.findings import Finding
 from hookline.verbs.attach.raw_line import attach
 from hookline.verbs.compare.noise_floor import eps_of
 from hookline.verbs.compare.read_sides import Entry, Side
-from hookline.verbs.shared.casting import cast_model, dtype_of
-from hookline.verbs.shared.failing_module import notes_of
+from hookline.verbs.shared.casting import cast_dtype, cast_model
+from hookline.verbs.shared.failing_module import hookline_notes
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import call
 
@@ -99,7 +99,7 @@ def run_both(
         except HooklineError:
             raise
         except Exception as error:  # whatever the user's model raises
-            notes = "".join(f"\n{note}" for note in notes_of(error))
+            notes = "".join(f"\n{note}" for note in hookline_notes(error))
             raise InputError(
                 f"inputs must run in both models, got {type(error).__name__} from {name}:"
                 f" {first_line(error).rstrip('.:')}.{notes}\nGive inputs that {name}(*inputs)"
@@ -119,7 +119,7 @@ def _coarsest_dtype(model: nn.Module) -> torch.dtype:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Return copies of a value's tensors, the floating ones in a dtype."""
     return tree.map_tensors(
-        lambda tensor: tensor.detach().to(dtype_of(tensor, dtype), copy=True), value
+        lambda tensor: tensor.detach().to(cast_dtype(tensor, dtype), copy=True), value
     )
 
 

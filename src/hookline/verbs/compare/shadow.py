@@ -27,7 +27,7 @@ from hookline.verbs.compare.pair_by_name import Names, Pairing, pair_entries
 from hookline.verbs.compare.read_sides import Entry
 from hookline.verbs.compare.run_both_models import Call, ModelRun, run_both
 from hookline.verbs.compare.setup_findings import find_unpaired
-from hookline.verbs.shared.meta_tensors import refuse_shapes_alone
+from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
 
@@ -98,8 +98,8 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
     require_model(a, "hl.shadow(a, b, inputs)")
     require_model(b, "hl.shadow(a, b, inputs)")
     check_arguments(inputs, "both models")
-    refuse_shapes_alone("hl.shadow", a, inputs)
-    refuse_shapes_alone("hl.shadow", b, inputs)
+    refuse_meta_tensors("hl.shadow", a, inputs)
+    refuse_meta_tensors("hl.shadow", b, inputs)
     inputs = without_list(a, inputs)
     runs, eps, remarks = run_both(a, b, inputs)
     sides = runs[0].side, runs[1].side

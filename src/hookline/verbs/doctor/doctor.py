@@ -34,7 +34,7 @@ from hookline.verbs.doctor.diagnosis import Diagnosis, SiteVerdict
 from hookline.verbs.doctor.notes import environment, notes
 from hookline.verbs.doctor.observe import Observations, WeightUses, observe_calls
 from hookline.verbs.doctor.trial_run import run_with_hooks
-from hookline.verbs.shared.rerun import copied, lazy_name, untouched
+from hookline.verbs.shared.rerun import copied, first_lazy_name, untouched
 from hookline.verbs.shared.run_model import Inputs, call, without_list
 
 
@@ -139,7 +139,7 @@ def _named_container(nodes: list[ModuleNode], part: Any) -> ModuleNode | None:
 
 def _gather_facts(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
     """Run the model as often as the causes need."""
-    lazy = lazy_name(model)
+    lazy = first_lazy_name(model)
     if inputs is None or is_scripted(model) or not len(selection):
         return
     if lazy is not None:

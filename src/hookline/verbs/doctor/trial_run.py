@@ -38,7 +38,13 @@ from hookline.errors import HooklineError
 from hookline.verbs.doctor.diagnosis import Note
 from hookline.verbs.doctor.observe import foreign_hooks
 from hookline.verbs.shared.failing_module import failure_text
-from hookline.verbs.shared.rerun import ReentrantError, copied, gradients, leaves_of, untouched
+from hookline.verbs.shared.rerun import (
+    ReentrantError,
+    copied,
+    gradients,
+    leaves_and_reentrancy,
+    untouched,
+)
 from hookline.verbs.shared.run_model import call
 
 _VIEW_OF_A_HOOK = re.compile(r"BackwardHookFunction\w* is a view and is being modified")
@@ -264,7 +270,7 @@ def _backward(model: nn.Module, output: Any, run: TrialRun) -> None:
     if loss is None:
         run.no_backward = f"no output requires a gradient ({describe.in_words(output)})"
         return
-    _, run.is_reentrant = leaves_of([loss])
+    _, run.is_reentrant = leaves_and_reentrancy([loss])
     try:
         gradients([loss])
     except ReentrantError as error:

@@ -21,8 +21,8 @@ from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit import in_graph
 from hookline.verbs.edit.indices import Indices
 from hookline.verbs.edit.tokens import PassTokens, Tokens, add_dims, plain_tokens, read_tokens
-from hookline.verbs.shared.generate_search import Chunk, is_assisted, prompt_chunk
-from hookline.verbs.shared.kv_cache import cache_in, n_cached
+from hookline.verbs.shared.generate_search import Chunk, is_assisted, prefill_chunk
+from hookline.verbs.shared.kv_cache import find_cache, n_cached_tokens
 from hookline.verbs.shared.root_call import root_call
 
 # Why compiled code cannot tell the tokens where no run of the root has begun.
@@ -122,7 +122,7 @@ class Places:
         if call is not None:
             bound = self._arguments.bind(call.root, call.args, call.kwargs)
             inputs = call.kwargs or {"": bound} if isinstance(bound, Tensor) else bound
-        number, step = self._next_pass_and_step(chunk, is_prompt=n_cached(cache_in(inputs)) == 0)
+        number, step = self._next_pass_and_step(chunk, is_prompt=n_cached_tokens(find_cache(inputs)) == 0)
         # Compiled code cannot note which steps and positions have occurred.
         is_chosen = self.steps is None or self.steps.match_step(step)
         if self.at is not None and self.at.counts_from_end and is_chosen and not chunk.is_whole:
@@ -153,7 +153,7 @@ class Places:
                 "\nGive at= with positions from the start, such as at=slice(prompt_length, None);"
                 " or generate without an assistant."
             )
-        return prompt_chunk(frame)
+        return prefill_chunk(frame)
 
     def _next_pass_and_step(self, chunk: Chunk, *, is_prompt: bool) -> tuple[int, int]:
         """Return the number and the step of a pass that begins; chunks of a prompt are one step."""

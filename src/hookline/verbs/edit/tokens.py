@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookline.errors import StructureError
 from hookline.verbs.edit.indices import Indices
-from hookline.verbs.shared.kv_cache import cache_in, n_cached
+from hookline.verbs.shared.kv_cache import find_cache, n_cached_tokens
 from hookline.verbs.shared.token_inputs import MASKS, TokenInputs, token_inputs
 
 
@@ -151,8 +151,8 @@ def _tokens(
 ) -> Tokens | None:
     if sizes is None:
         return None
-    cache = cache_in(named) if has_cache else ()  # an encoder has none
-    given = token_inputs(named, sizes, prefix, n_cached(cache))
+    cache = find_cache(named) if has_cache else ()  # an encoder has none
+    given = token_inputs(named, sizes, prefix, n_cached_tokens(cache))
     if given.n_cached is None and cache is not None and given.is_token is None:
         raise StructureError(
             f"at must know how many tokens are cached, got a {type(cache).__name__} that does not"

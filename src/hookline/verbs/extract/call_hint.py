@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookline.errors import HooklineError
-from hookline.verbs.shared.run_model import refusal_of, signature_of
+from hookline.verbs.shared.run_model import binding_error, signature_of
 
 
 @contextmanager
@@ -40,10 +40,10 @@ def suggest_inputs(model: nn.Module, data: Any, error: TypeError) -> None:
         error: the error of the call.
     """
     signature = signature_of(model)
-    if signature is None or refusal_of(signature, data) is None:
+    if signature is None or binding_error(signature, data) is None:
         return  # the error is of the model's code
     for code, part in _parts_with_code(signature, data):
-        if refusal_of(signature, part) is None:
+        if binding_error(signature, part) is None:
             error.add_note(
                 "hookline: the model's forward does not take all of the batch."
                 f"\nGive what it takes: inputs=lambda batch: {code}."

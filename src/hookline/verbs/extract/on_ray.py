@@ -35,7 +35,7 @@ from hookline.verbs.extract.engines import read_foreign_shard, write_shards
 from hookline.verbs.extract.process_setup import Setup
 from hookline.verbs.extract.unpicklable import find_unpicklable
 from hookline.verbs.extract.worker import Worker
-from hookline.verbs.shared.rerun import Autocast, autocast_here
+from hookline.verbs.shared.rerun import Autocast, current_autocast
 
 _CONNECT_S = 10.0
 _LOOK_S = 60.0  # how long actors may take to start, before a warning
@@ -277,7 +277,7 @@ class _ProcessState:
             torch.get_num_threads(),
             list(sys.path),
             "torchvision" in sys.modules,
-            autocast_here(),
+            current_autocast(),
             torch.get_float32_matmul_precision(),
         )
 

@@ -19,7 +19,7 @@ from hookline.engine.pytree import tree
 from hookline.errors import warn
 from hookline.verbs.extract.options import Extracting
 from hookline.verbs.extract.worker import Worker
-from hookline.verbs.record.float32_reductions import measured
+from hookline.verbs.record.float32_reductions import call_in_float32
 from hookline.verbs.record.keep import Keep
 from hookline.verbs.record.prefix import Prefix
 from hookline.verbs.record.track_model_state import KeptState
@@ -93,7 +93,7 @@ def _gather_whole(keep: Callable[[Any], Any] | None, dtype: torch.dtype | None, 
     """
     whole = tree.map_tensors(_whole, value)
     if keep is not None:
-        whole = measured(keep, whole)
+        whole = call_in_float32(keep, whole)
     if dtype is None:
         return whole
     return tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, whole)

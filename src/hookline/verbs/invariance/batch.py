@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hookline.display.text import plural
 from hookline.engine.pytree import tree
-from hookline.verbs.shared.casting import dtype_of
+from hookline.verbs.shared.casting import cast_dtype
 from hookline.verbs.shared.run_model import arguments_of, signature_of
 
 IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
@@ -246,7 +246,7 @@ class Batch:
         def move(tensor: Tensor) -> Tensor:
             if isinstance(target, torch.device):
                 return tensor.to(target)
-            return tensor.to(dtype_of(tensor, target))
+            return tensor.to(cast_dtype(tensor, target))
 
         return self._mapped(lambda value: tree.map_tensors(move, value))
 

@@ -20,9 +20,9 @@ from hookline.verbs.invariance.reasons import Reason, differs, holds, outputs_of
 from hookline.verbs.invariance.result import Checked, Invariance, Outcome
 from hookline.verbs.invariance.trials import Trials, compare_runs
 from hookline.verbs.shared.failing_module import find_failing_module
-from hookline.verbs.shared.kv_cache import cache_in, n_cached
-from hookline.verbs.shared.meta_tensors import refuse_shapes_alone
-from hookline.verbs.shared.rerun import lazy_name
+from hookline.verbs.shared.kv_cache import find_cache, n_cached_tokens
+from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
+from hookline.verbs.shared.rerun import first_lazy_name
 from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
 
 _MOST_NAMED = 3
@@ -87,15 +87,15 @@ def invariance(
     """
     require_model(model, "hl.invariance(model, inputs)")
     check_arguments(inputs, "the model")
-    name = lazy_name(model)
+    name = first_lazy_name(model)
     if name is not None:
         raise InputError(
             f"the model must have no lazy parameters, got {name}.\nRun the model once yourself."
         )
-    refuse_shapes_alone("hl.invariance", model, inputs)
+    refuse_meta_tensors("hl.invariance", model, inputs)
     names = _chosen_checks(only)
     batch = batch_of(model, without_list(model, inputs))
-    n_earlier = n_cached(cache_in(batch.named))
+    n_earlier = n_cached_tokens(find_cache(batch.named))
     if batch.ids and n_earlier:
         raise InputError(
             "inputs must have all tokens of each row, got a cache of"

@@ -22,7 +22,7 @@ from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.casting import cast_model
 from hookline.verbs.shared.kv_cache import CACHES
 from hookline.verbs.shared.rerun import copied, in_eval_mode, parameters_restored, untouched
-from hookline.verbs.shared.run_model import call, mean_squares
+from hookline.verbs.shared.run_model import call, sum_of_mean_squares
 
 _SITES = ["**", "(root):input"]
 
@@ -133,7 +133,7 @@ class Trials:
         output = call(root, copied(batch.inputs))
         if "grad" not in self.ports:
             return
-        loss = mean_squares(output)
+        loss = sum_of_mean_squares(output)
         if loss is None:
             raise NotApplicable("no output requires a gradient")
         torch.autograd.backward(loss)

@@ -39,12 +39,12 @@ from hookline.verbs.monitor.reporting import Reporting
 from hookline.verbs.monitor.slots import Slots
 from hookline.verbs.monitor.training_steps import TrainingSteps
 from hookline.verbs.monitor.values import ValueSites
-from hookline.verbs.shared.finalizing_line import VerbLine
+from hookline.verbs.shared.finalizing_line import FinalizingLine
 
 
 @final
 @hides("begin_step", "end_step", "set_in_training")
-class MonitorLine(VerbLine[EverywhereHooks]):
+class MonitorLine(FinalizingLine[EverywhereHooks]):
     """A line that monitors: `with` gives the curves, and `remove()` ends the line.
 
     Attributes:
@@ -109,7 +109,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
         """Report the sites that were attached, how often each fired, and why some never did."""
         return self._line.report()
 
-    def _ended(self, error: BaseException | None) -> None:
+    def _after_removal(self, error: BaseException | None) -> None:
         steps = self._steps
         if not steps.is_over:
             try:

@@ -36,7 +36,7 @@ from hookline.engine import (
 from hookline.engine.pytree import tree
 from hookline.verbs.profile.call_tree import BACKWARD, FORWARD, RECOMPUTE, Context
 from hookline.verbs.profile.run_kinds import RunKind, RunKinds
-from hookline.verbs.shared.rerun import autocast_as
+from hookline.verbs.shared.rerun import use_autocast
 from hookline.verbs.summary import missing_formulas
 
 
@@ -102,7 +102,7 @@ def _run_counted(copy: FakeModel, kind: RunKind, counted: _CallStack) -> None:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         run = stack.enter_context(copy.running(kind.inputs, kind.flags))
-        stack.enter_context(autocast_as(kind.autocast))
+        stack.enter_context(use_autocast(kind.autocast))
         stack.callback(registrations.end)
         for path, module in run.modules.items():
             if not isinstance(module, torch.jit.ScriptModule):

@@ -56,13 +56,13 @@ from hookline.verbs.profile.tap import (
     optimizer_steps,
 )
 from hookline.verbs.shared.failing_module import find_failing_module
-from hookline.verbs.shared.finalizing_line import VerbLine
+from hookline.verbs.shared.finalizing_line import FinalizingLine
 from hookline.verbs.summary import Summary, describe_modules
 
 
 @final
 @hides("calls", "start")
-class Profile(VerbLine[Line], Result):
+class Profile(FinalizingLine[Line], Result):
     """The line of `hl.profile`, with the time, FLOPs and memory of each module.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -143,7 +143,7 @@ class Profile(VerbLine[Line], Result):
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _ending(self, error: BaseException | None) -> None:
+    def _before_removal(self, error: BaseException | None) -> None:
         if error is not None and self.failure is None:
             self.failure = self._where_it_failed(error)
         self._ledger.stop_clocks()
@@ -158,7 +158,7 @@ class Profile(VerbLine[Line], Result):
             return f"in the backward of {path_text(account.context.path)}: {raised}"
         return f"in {place}: {raised}" if place is not None else f"outside the model: {raised}"
 
-    def _ended(self, error: BaseException | None) -> None:
+    def _after_removal(self, error: BaseException | None) -> None:
         if self._model is None:
             return
         self._model = None

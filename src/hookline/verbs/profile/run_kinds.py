@@ -28,7 +28,7 @@ from hookline.engine import (
 )
 from hookline.util.locks import fork_safe_lock
 from hookline.util.stopwatch import STOPWATCH
-from hookline.verbs.shared.rerun import Autocast, autocast_here
+from hookline.verbs.shared.rerun import Autocast, current_autocast
 
 _MOST_KINDS = 16
 _ATOMS = (int, float, bool, str, type(None))
@@ -169,7 +169,7 @@ class RunKinds:
 
     def begin_run(self, path: str, args: Any, kwargs: Any) -> Run:
         """Return the run that begins with these arguments."""
-        autocast = autocast_here()
+        autocast = current_autocast()
         has_gradients = torch.is_grad_enabled()
         is_training = self._model is not None and self._model.training
         key = path, has_gradients, is_training, autocast, _work_key(args), _work_key(kwargs)

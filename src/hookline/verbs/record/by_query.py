@@ -47,14 +47,14 @@ class ByQuery:
                     f"hl.by_query must be given a tensor of rows, got {describe.in_words(value)}."
                     "\nSelect an attention pattern, such as 'h.3.attn@pattern'."
                 )
-            return self._checked(value)
+            return self._call_checked(value)
         blocks = iter(value)
-        parts = [self._checked(next(blocks)), *map(self.function, blocks)]
+        parts = [self._call_checked(next(blocks)), *map(self.function, blocks)]
         columns = zip(*[_tensors(part) for part in parts], strict=True)
         joined = {id(column[0]): torch.cat(column, value.dim) for column in columns}
         return tree.map_tensors(lambda tensor: joined[id(tensor)], parts[0])
 
-    def _checked(self, rows: Tensor) -> Any:
+    def _call_checked(self, rows: Tensor) -> Any:
         """Return the function's result, and check that it is made query by query."""
         result = self.function(rows)
         dim, n_rows = rows.dim() - 2, rows.shape[-2]
@@ -69,7 +69,7 @@ class ByQuery:
         if is_dynamo_compiling() or n_rows <= _N_TRIED:
             return result
         last = rows[..., -_N_TRIED:, :]
-        rounding = _rounding(last)
+        rounding = _sum_rounding(last)
         for tensor, alone in zip(_tensors(result), _tensors(self.function(last)), strict=True):
             if not _are_alike(tensor.narrow(dim, n_rows - _N_TRIED, _N_TRIED), alone, rounding):
                 raise StructureError(
@@ -84,7 +84,7 @@ def _tensors(result: Any) -> list[Tensor]:
     return [tensor for _, tensor in tree.tensors(result)]
 
 
-def _rounding(rows: Tensor) -> float:
+def _sum_rounding(rows: Tensor) -> float:
     """Return by how much rounding may change a sum over a row, such as one that cancels out."""
     if not rows.is_floating_point():
         return 0.0

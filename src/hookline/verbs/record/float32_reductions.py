@@ -39,16 +39,16 @@ class _InFloat32(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.__name__ in _WIDE:
-            args = tuple([_wide(argument) for argument in args])
-            kwargs = {name: _wide(argument) for name, argument in kwargs.items()}
+            args = tuple([_to_float32(argument) for argument in args])
+            kwargs = {name: _to_float32(argument) for name, argument in kwargs.items()}
         return func(*args, **kwargs)
 
 
-def _wide(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in _NARROW else value
 
 
-def measured(function: Callable[[Any], Any], value: Any) -> Any:
+def call_in_float32(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to a value without autocast, with reductions in float32."""
     tensors = [tensor for _, tensor in tree.tensors(value)]
     if not tensors:

@@ -29,7 +29,7 @@ from hookline.engine import (
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, SiteError, StructureError, only_options
 from hookline.recordings import StampWithCopies, UndetectableStamp, stamp
-from hookline.verbs.record.float32_reductions import measured
+from hookline.verbs.record.float32_reductions import call_in_float32
 
 _MOST_TRIED = 8  # of the tensors in a value
 
@@ -103,19 +103,21 @@ def checked(verb: str, options: Keep) -> Keep:
     return options if keep is None else {**options, "keep": bind_own_defaults(keep, 1)}
 
 
-def is_plain(options: Keep) -> bool:
+def keeps_plain_values(options: Keep) -> bool:
     """Tell whether the options keep values as they are, detached; then the fast path is used."""
     return options.get("detach", True) and not any(
         options.get(key) for key in ("keep", "device", "dtype", "copy")
     )
 
 
-def in_graph(options: Keep) -> Callable[[Any], Any] | None:
+def graph_part_of_keep(options: Keep) -> Callable[[Any], Any] | None:
     """Return the part of keeping a value that runs in compiled code; None for a plain copy."""
     keep, copied = options.get("keep"), snapshot if options.get("detach", True) else graph_snapshot
     if keep is None:
         return None if copied is snapshot else copied
-    return lambda value: copied(call_to_measure(partial(measured, keep), value, _refusal))
+    return lambda value: copied(
+        call_to_measure(partial(call_in_float32, keep), value, _write_error)
+    )
 
 
 @final
@@ -152,13 +154,14 @@ class Keeper:
         beside: list[tuple[Tensor, Tensor]] = []
         if self._keep is None:
             value_kept = tree.map_tensors(
-                lambda tensor: self._take(tensor, self._must_copy(current, tensor), beside), value
+                lambda tensor: self._keep_tensor(tensor, self._must_copy(current, tensor), beside),
+                value,
             )
         else:
-            value_kept = self._kept(current, value, site, beside)
+            value_kept = self._keep_by_function(current, value, site, beside)
         return value_kept, self._stamp(current, value_kept, beside)
 
-    def _kept(
+    def _keep_by_function(
         self, current: Pass, value: Any, site: Site | None, beside: list[tuple[Tensor, Tensor]]
     ) -> Any:
         keep = self._keep
@@ -169,7 +172,9 @@ class Keeper:
             value = tree.map_tensors(Tensor.detach, value)
         try:
             # keep= gets this rank's part, and so communicates with no other rank.
-            result = call_to_measure(partial(measured, keep), local_shards(value), _refusal)
+            result = call_to_measure(
+                partial(call_in_float32, keep), local_shards(value), _write_error
+            )
         except Exception as error:
             if site is not None and not isinstance(error, StructureError):
                 _refuse_structure(keep, value, site, error)
@@ -178,8 +183,8 @@ class Keeper:
 
         def take(tensor: Tensor) -> Tensor:
             # A slice would keep the whole memory that it is a part of.
-            copied = must or _is_part(tensor) or self._must_copy(current, tensor)
-            return self._take(tensor, copied, beside)
+            copied = must or _is_view_of_larger(tensor) or self._must_copy(current, tensor)
+            return self._keep_tensor(tensor, copied, beside)
 
         return tree.map_tensors(take, result)
 
@@ -188,7 +193,9 @@ class Keeper:
             return bool(self._copy)
         return tensor.is_inference() or self._unversioned.has(current, tensor)
 
-    def _take(self, tensor: Tensor, copied: bool, beside: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _keep_tensor(
+        self, tensor: Tensor, copied: bool, beside: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
         if self._detach and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
             tensor = tensor.detach()
         device, dtype = self._move
@@ -218,7 +225,7 @@ class Keeper:
         return stamp(result) if not beside else StampWithCopies(stamp(result), beside)
 
 
-def _refusal() -> StructureError:
+def _write_error() -> StructureError:
     return StructureError(
         "keep= must not write to the value, which the model goes on with.\nUse an operation that is"
         " not in place, such as t.sub(1) for t.sub_(1), or begin with t.clone()."
@@ -231,7 +238,7 @@ def _refuse_structure(keep: Callable[[Any], Any], value: Any, site: Site, error:
         if not leaf:
             return
         try:
-            measured(keep, local_shards(tensor))
+            call_in_float32(keep, local_shards(tensor))
         except Exception:  # keep= may take the next tensor
             continue
         raise StructureError(
@@ -241,7 +248,7 @@ def _refuse_structure(keep: Callable[[Any], Any], value: Any, site: Site, error:
         ) from error
 
 
-def _is_part(tensor: Tensor) -> bool:
+def _is_view_of_larger(tensor: Tensor) -> bool:
     memory_holder = innermost(tensor)
     return (
         memory_holder.layout is torch.strided

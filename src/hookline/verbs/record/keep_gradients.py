@@ -69,7 +69,7 @@ class KeepGradient(GradientCallback):
             was = stamp(value)
         run = outer_backward()
         if pending.form is None:
-            current.note((self._number, value, was, pending.call, run, self._weight()))
+            current.note((self._number, value, was, pending.call, run, self._parameter_norm()))
             return
         reference = pending.gathered[run]
         gathered = None if reference is None else reference()
@@ -84,7 +84,7 @@ class KeepGradient(GradientCallback):
         """Keep None in the value's structure, because no gradient will arrive."""
         current.note((self._number, outlines.fill(pending.form, {}), None, pending.call))
 
-    def _weight(self) -> Tensor | None:
+    def _parameter_norm(self) -> Tensor | None:
         parameter = None if self._parameter is None else self._parameter()
         if parameter is None or not has_numbers(parameter):
             return None

@@ -39,15 +39,15 @@ from hookline.engine.run_settings import SettingsReader
 from hookline.errors import SelectionError, warn
 from hookline.recordings import Recording
 from hookline.verbs.record.by_query import ByQuery
-from hookline.verbs.record.keep import Keep, Keeper, checked, in_graph, is_plain
+from hookline.verbs.record.keep import Keep, Keeper, checked, graph_part_of_keep, keeps_plain_values
 from hookline.verbs.record.keep_gradients import KeepGradient, PlainGradTap
 from hookline.verbs.record.to_store import StoreLine, store_line
-from hookline.verbs.shared.finalizing_line import VerbLine
-from hookline.verbs.shared.generate_search import may_search, n_beams
+from hookline.verbs.shared.finalizing_line import FinalizingLine
+from hookline.verbs.shared.generate_search import may_generate, n_beams
 
 
 @final
-class RecordLine(VerbLine[Line]):
+class RecordLine(FinalizingLine[Line]):
     """A line that fills a recording; `with` gives the recording, and `remove()` ends the line."""
 
     def __init__(self, line: Line, recording: Recording) -> None:
@@ -72,7 +72,7 @@ class RecordLine(VerbLine[Line]):
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _ended(self, error: BaseException | None) -> None:
+    def _after_removal(self, error: BaseException | None) -> None:
         self.recording.finish(self._line.report())
 
     def report(self) -> Report:
@@ -262,15 +262,15 @@ class _Recorder:
         self._passes = line.passes
         self._after = after
         self._places = enumerate(places)  # `bind` is called once for each site, in this order
-        self._fast = _FAST_TAPS if after is None and is_plain(options) else {}
+        self._fast = _FAST_TAPS if after is None and keeps_plain_values(options) else {}
         self._takes_blocks = isinstance(options.get("keep"), ByQuery)
         self._kept = Keeper(options, unversioned)
-        self._in_graph = in_graph(options)
+        self._in_graph = graph_part_of_keep(options)
         self._of_graph = Keeper({**options, "keep": None, "copy": False}, None)
         self._keeps_graph = not options.get("detach", True)
         self.recording = line.passes.sink = Recording(
             sites,
-            _report_of(line, sites),
+            _weak_report_of(line, sites),
             {node.path: type(node.module).__name__ for node in nodes},
             keeps_graph=self._keeps_graph,
             unversioned=unversioned,
@@ -278,8 +278,8 @@ class _Recorder:
         if line.root is not None:
             self.recording.set_model(weakref.ref(line.root))
             settings = SettingsReader(nodes, self.recording.modules)
-            looks = may_search(line.root)
-            line.passes.at_root = _AtRoot(line.name, settings, looks_for_beams=looks)
+            looks = may_generate(line.root)
+            line.passes.at_root = _RootObserver(line.name, settings, looks_for_beams=looks)
 
     def bind(self, site: Site) -> Bound:
         """Return the tap or callback for the next site."""
@@ -288,35 +288,37 @@ class _Recorder:
         if make is not None and not site.leaf and site.call is None:
             return make(self, site, number, node)
         if site.is_gradient:
-            return self._gradient(number, node)
-        callback = _keep(number, self._kept, site)
+            return self._keep_gradient(number, node)
+        callback = _keeping_callback(number, self._kept, site)
         bound: Callback | SplitCallback = callback
         if self._after is not None:
-            bound = _then(callback, self._after, site)
+            bound = _followed_by(callback, self._after, site)
         elif self._in_graph is not None:
-            bound = SplitCallback(callback, self._in_graph, _keep(number, self._of_graph, site))
+            bound = SplitCallback(
+                callback, self._in_graph, _keeping_callback(number, self._of_graph, site)
+            )
         return InBlocks(bound) if self._takes_blocks else bound
 
-    def _gradient(self, number: int, node: Any) -> KeepGradient:
+    def _keep_gradient(self, number: int, node: Any) -> KeepGradient:
         parameter = getattr(node, "tensor", None)
         return KeepGradient(number, self._kept, parameter, keeps_graph=self._keeps_graph)
 
-    def _plain_output(self, site: Site, number: int, node: Any) -> Tap:
+    def _plain_output_tap(self, site: Site, number: int, node: Any) -> Tap:
         tap = _PlainTap(site, self._passes, no_callback, Order.RECORD)
         tap.number, tap.kept = number, self._kept
         module = node.module
         if type(module) in self._computing and "forward" not in module.__dict__:
             tap.unversioned, tap.may_hand_on = None, False
         else:
-            tap.unversioned, tap.may_hand_on = self._unversioned, _may_hand_on(module)
+            tap.unversioned, tap.may_hand_on = self._unversioned, _may_return_input(module)
         return tap
 
-    def _plain_gradient(self, site: Site, number: int, node: Any) -> Tap:
-        return PlainGradTap(site, self._passes, self._gradient(number, node), number)
+    def _plain_gradient_tap(self, site: Site, number: int, node: Any) -> Tap:
+        return PlainGradTap(site, self._passes, self._keep_gradient(number, node), number)
 
 
 @final
-class _AtRoot:
+class _RootObserver:
     """Note the settings of torch at each pass, and warn once if rows are beams of a search.
 
     Args:
@@ -334,9 +336,9 @@ class _AtRoot:
         current.settings = self._settings.read()
         n = n_beams(frame) if self._looks_for_beams else 1
         if n > 1:
-            current.at_end.append(partial(self._tell, current, n))
+            current.at_end.append(partial(self._warn_of_beams, current, n))
 
-    def _tell(self, current: Pass, n: int) -> None:
+    def _warn_of_beams(self, current: Pass, n: int) -> None:
         # The values may be from before the search, such as the encoder's.
         if not self._looks_for_beams or not current.log:
             return
@@ -351,12 +353,12 @@ class _AtRoot:
 
 # The ports with a tap of their own for whole values that are kept as they are.
 _FAST_TAPS: dict[str, Callable[[_Recorder, Site, int, Any], Tap]] = {
-    "output": _Recorder._plain_output,
-    "grad_output": _Recorder._plain_gradient,
+    "output": _Recorder._plain_output_tap,
+    "grad_output": _Recorder._plain_gradient_tap,
 }
 
 
-def _report_of(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
+def _weak_report_of(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
     """Return a function that gives a line's report, and that holds the line weakly.
 
     The line's hooks hold the recording. A dropped line must be free to end.
@@ -401,7 +403,7 @@ class _PlainTap(OutputTap):
         """Keep a nested value, or a value outside of a pass, as other taps do."""
         # Made here because most taps never need it. An inert copy has no callback.
         if getattr(self, "callback", None) is no_callback:
-            self.callback = _keep(self.number, self.kept, self.site)
+            self.callback = _keeping_callback(self.number, self.kept, self.site)
         OutputTap.fire(self, module, args, output)
 
     def collect(self, current: Pass, run: CompiledRun) -> None:
@@ -445,7 +447,7 @@ class _PlainTap(OutputTap):
         current.note((self.number, output, version))
 
 
-def _may_hand_on(module: nn.Module) -> bool:
+def _may_return_input(module: nn.Module) -> bool:
     """Tell whether a module often returns the tensor that another module has just returned.
 
     Containers do, and layers such as `nn.Identity`. A layer of a user's own class mostly computes.
@@ -454,7 +456,7 @@ def _may_hand_on(module: nn.Module) -> bool:
     return is_of_torch or not is_uncompiled_leaf(module)
 
 
-def _keep(number: int, keeper: Keeper, site: Site) -> Callback:
+def _keeping_callback(number: int, keeper: Keeper, site: Site) -> Callback:
     def callback(current: Pass, value: Any) -> None:
         if current.region is None:
             result, was = keeper(current, value, site)
@@ -466,7 +468,7 @@ def _keep(number: int, keeper: Keeper, site: Site) -> Callback:
     return callback
 
 
-def _then(callback: Callback, after: Callable[[Site], None], site: Site) -> Callback:
+def _followed_by(callback: Callback, after: Callable[[Site], None], site: Site) -> Callback:
     def see_then(current: Pass, value: Any) -> None:
         callback(current, value)
         after(site)

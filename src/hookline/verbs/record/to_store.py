@@ -29,11 +29,11 @@ from hookline.stores.job import LOOP, SHARD_BYTES, Job, batches_per_shard, made_
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard, Writer
 from hookline.util.own_process import OwnProcess
 from hookline.verbs.record.keep import Keep
-from hookline.verbs.shared.finalizing_line import VerbLine
+from hookline.verbs.shared.finalizing_line import FinalizingLine
 
 
 @final
-class StoreLine(VerbLine[Line]):
+class StoreLine(FinalizingLine[Line]):
     """A line that fills a store: a context manager, or ended by `remove()`.
 
     After the block, `store` is the written store. `hl.open(folder)` returns it, too.
@@ -66,7 +66,7 @@ class StoreLine(VerbLine[Line]):
         """Report the sites that were attached, how often each fired, and why some never did."""
         return self._line.report()
 
-    def _ended(self, error: BaseException | None) -> None:
+    def _after_removal(self, error: BaseException | None) -> None:
         self._sink.finish(self._line.report())
 
 
@@ -103,16 +103,16 @@ class StoreSink:
             _check_empty(place)
             stack.enter_context(place.locked())
             _check_empty(place)  # once more: another writer may have come between
-            self._writer = stack.enter_context(Writer(place, self._written))
+            self._writer = stack.enter_context(Writer(place, self._note_shard))
             self._open = stack.pop_all()
 
     def begin_pass(self, current: Pass) -> None:
         """Write the passes before this one, because their gradients have arrived by now."""
         passes = self._recording.pop_passes()
         if self._process.is_here:
-            self._write(passes)
+            self._write_passes(passes)
         else:
-            self._tell()
+            self._warn_of_fork()
         self._recording.begin_pass(current)
 
     def finish(self, report: Report) -> None:
@@ -126,20 +126,20 @@ class StoreSink:
         problem = None
         with self._open:
             try:
-                self._write(self._recording.pop_passes())
+                self._write_passes(self._recording.pop_passes())
             except HooklineError as error:
                 problem = error  # the rows of the passes before are written all the same
             if self._chunks:
-                self._put()
+                self._write_shard()
         if self._forms is not None:
             shards = [self._shards[number] for number in range(len(self._shards))]
             write_manifest(self.place, self._job.as_json(), made_here(), shards)
         if self._left_out:
-            self._tell_left_out()
+            self._warn_of_left_out()
         if problem is not None:
             raise problem
 
-    def _tell(self) -> None:
+    def _warn_of_fork(self) -> None:
         """Warn once that a forked child writes nothing."""
         if not self._has_told:
             self._has_told = True
@@ -149,7 +149,7 @@ class StoreSink:
                 " process, with a folder of its own."
             )
 
-    def _tell_left_out(self) -> None:
+    def _warn_of_left_out(self) -> None:
         """Warn of the passes without rows: the rows no longer match the batches one to one."""
         n_passes = sum(map(len, self._left_out.values()))
         reasons = "; ".join(
@@ -162,7 +162,7 @@ class StoreSink:
             " where you match rows with your data; the first pass is 0."
         )
 
-    def _write(self, passes: list[PassRecord]) -> None:
+    def _write_passes(self, passes: list[PassRecord]) -> None:
         for record in passes:
             number, self._n_seen = self._n_seen, self._n_seen + 1
             if record.failed or not len(record):
@@ -170,7 +170,7 @@ class StoreSink:
                 self._left_out.setdefault(why, []).append(number)
                 continue
             try:
-                chunk = self._chunk(record)
+                chunk = self._make_chunk(record)
             except NotRecordedError as error:
                 raise NotRecordedError(
                     f"each pass must have a value at each site for to=, got none in pass {number}:"
@@ -179,9 +179,9 @@ class StoreSink:
                 ) from error
             self._chunks.append(chunk)
             if len(self._chunks) == self._job.shard_batches:
-                self._put()
+                self._write_shard()
 
-    def _chunk(self, record: PassRecord) -> Chunk:
+    def _make_chunk(self, record: PassRecord) -> Chunk:
         n_items = _n_rows(record)
         columns, forms = columns_of(record, self._recording.sites, n_items, None, self._forms)
         items = range(self._n_items, self._n_items + n_items)
@@ -196,12 +196,12 @@ class StoreSink:
         self._n_items += n_items
         return chunk
 
-    def _put(self) -> None:
+    def _write_shard(self) -> None:
         number = self._chunks[0].batch // self._job.shard_batches
         self._writer.put(number, self._chunks, self._offload.ready())
         self._chunks = []
 
-    def _written(self, shard: Shard) -> None:
+    def _note_shard(self, shard: Shard) -> None:
         self._shards[shard.number] = shard
 
 

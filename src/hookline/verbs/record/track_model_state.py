@@ -44,7 +44,7 @@ class _Seen(NamedTuple):
     version: int | None
     values: Tensor | None
 
-    def is_still(self, tensor: Tensor) -> bool:
+    def is_unchanged(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is what was seen."""
         values = self.values
         if values is None or not _has_values(tensor):
@@ -67,11 +67,11 @@ class KeptState:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._last = _marks(model, {})
+        self._last = _snapshot(model, {})
 
     def changed(self) -> list[str]:
         """Return the names of the tensors and attributes that have changed since the last look."""
-        before, self._last = self._last, _marks(self._model, self._last)
+        before, self._last = self._last, _snapshot(self._model, self._last)
         return [
             name
             for name in {**before, **self._last}
@@ -93,7 +93,7 @@ def may_keep_state(model: nn.Module) -> bool:
     )
 
 
-def _marks(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+def _snapshot(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is seen of each tensor and plain value, by its name.
 
     Args:
@@ -111,8 +111,10 @@ def _marks(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
             if type(value) in _PLAIN:
                 marks[key] = last if _is_same(value, last) else value
                 continue
-            is_still = type(last) is _Seen and last.is_still(value)
-            mark = marks[key] = last if is_still else _seen(value, min(room, _COMPARED_BYTES))
+            is_still = type(last) is _Seen and last.is_unchanged(value)
+            mark = marks[key] = (
+                last if is_still else _snapshot_tensor(value, min(room, _COMPARED_BYTES))
+            )
             if mark.values is not None:
                 room -= mark.values.nbytes
     return marks
@@ -172,7 +174,7 @@ def _is_same(value: Any, last: Any) -> bool:
     return type(value) is type(last) and (repr(value) == repr(last) if is_float else value == last)
 
 
-def _seen(tensor: Tensor, most_bytes: int) -> _Seen:
+def _snapshot_tensor(tensor: Tensor, most_bytes: int) -> _Seen:
     values = None
     if _has_values(tensor) and tensor.nbytes <= most_bytes:
         values = tensor.detach().clone(memory_format=torch.contiguous_format)

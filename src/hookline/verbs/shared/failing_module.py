@@ -62,10 +62,10 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
         # torch's own name for the method that every call of a module goes through.
         if frame.f_code.co_name != "_call_impl":
             continue
-        arguments = partial(_arguments, local, in_full=is_about_kinds)
+        arguments = partial(_arguments_text, local, in_full=is_about_kinds)
         if id(module) in paths:
             host, kind = paths[id(module)], type(module).__name__
-            kinds = _kinds_of_parameters(module) if is_about_kinds else ""
+            kinds = _parameter_kinds_text(module) if is_about_kinds else ""
             innermost = FailingModule(host, kind, arguments(), kinds)
         elif isinstance(module, Operation) and innermost is not None:
             innermost = FailingModule(f"{host}@{module.name}", "operation", arguments())
@@ -75,11 +75,11 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
 def failure_text(model: nn.Module, error: BaseException) -> str:
     """Describe the failing module, its arguments, the error, and hookline's notes on the error."""
     where = find_failing_module(model, error) or "the call"
-    notes = [note for note in notes_of(error) if not note.startswith(_FAILED)]
+    notes = [note for note in hookline_notes(error) if not note.startswith(_FAILED)]
     return "\n".join([f"{where}: {type_and_line(error)}", *notes])
 
 
-def notes_of(error: BaseException) -> list[str]:
+def hookline_notes(error: BaseException) -> list[str]:
     """List the notes that hookline has added to an exception, without the prefix "hookline: "."""
     notes = getattr(error, "__notes__", ())
     return [note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE)]
@@ -90,14 +90,14 @@ def note_failing_module(model: nn.Module, error: Exception) -> None:
 
     An exception of hookline's own, or with a note of hookline's, stays unchanged.
     """
-    if isinstance(error, HooklineError) or notes_of(error):
+    if isinstance(error, HooklineError) or hookline_notes(error):
         return
     module = find_failing_module(model, error)
     if module is not None:
         error.add_note(f"{_NOTE}{_FAILED} {module}.")
 
 
-def _arguments(local: dict[str, Any], *, in_full: bool) -> str:
+def _arguments_text(local: dict[str, Any], *, in_full: bool) -> str:
     def text_of(value: Any) -> str:
         is_full = in_full and isinstance(value, Tensor)
         return describe.in_full(value) if is_full else describe.in_words(value)
@@ -107,7 +107,7 @@ def _arguments(local: dict[str, Any], *, in_full: bool) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def _kinds_of_parameters(module: nn.Module) -> str:
+def _parameter_kinds_text(module: nn.Module) -> str:
     """List the dtypes and devices of a module's parameters: `float32 on cpu`."""
     kinds = list(dict.fromkeys(map(describe.kind, module.parameters())))
     return listed(kinds, _MOST_KINDS)

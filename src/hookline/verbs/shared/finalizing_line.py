@@ -9,7 +9,7 @@ from hookline.engine import Line
 OwnLine = TypeVar("OwnLine", bound=Line)
 
 
-class VerbLine(Generic[OwnLine]):
+class FinalizingLine(Generic[OwnLine]):
     """A line of a verb, with work before and after its hooks are removed."""
 
     def __init__(self, line: OwnLine) -> None:
@@ -20,22 +20,22 @@ class VerbLine(Generic[OwnLine]):
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
-            self._ending(error)
+            self._before_removal(error)
         finally:
             try:
                 self._line.__exit__(kind, error, traceback)
             finally:
-                self._ended(error)
+                self._after_removal(error)
 
     def remove(self) -> None:
         """End the line: remove its hooks. Idempotent."""
         try:
             self._line.remove()
         finally:
-            self._ended(None)
+            self._after_removal(None)
 
-    def _ending(self, error: BaseException | None) -> None:
+    def _before_removal(self, error: BaseException | None) -> None:
         """Do the verb's work before the hooks are removed; `error` is what ended the block."""
 
-    def _ended(self, error: BaseException | None) -> None:
+    def _after_removal(self, error: BaseException | None) -> None:
         """Do the verb's work after the hooks have been removed."""

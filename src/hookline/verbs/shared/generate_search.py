@@ -15,17 +15,17 @@ _PREFILL = ("_prefill",)
 _MOST_FRAMES = 60
 
 
-def may_search(model: nn.Module) -> bool:
+def may_generate(model: nn.Module) -> bool:
     """Tell whether a model is one of transformers, which may run in `generate`."""
     return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
 
 
-def innermost_search(frame: FrameType) -> FrameType | None:
+def innermost_search_frame(frame: FrameType) -> FrameType | None:
     """Return the frame of the innermost search that a call runs in; None without a search."""
-    return _innermost(frame, _SEARCHES)
+    return _innermost_frame(frame, _SEARCHES)
 
 
-def _innermost(frame: FrameType, names: tuple[str, ...]) -> FrameType | None:
+def _innermost_frame(frame: FrameType, names: tuple[str, ...]) -> FrameType | None:
     """Return the innermost frame of `generate` around a call whose name holds one of those."""
     above = frame.f_back
     for _ in range(_MOST_FRAMES):
@@ -41,7 +41,7 @@ def _innermost(frame: FrameType, names: tuple[str, ...]) -> FrameType | None:
 
 def n_beams(frame: FrameType) -> int:
     """Return the number of beams of the search that a call runs in; 1 without a search."""
-    search = innermost_search(frame)
+    search = innermost_search_frame(frame)
     if search is None or "beam_" not in search.f_code.co_name:
         return 1
     n = search.f_locals.get("num_beams", 1)
@@ -61,9 +61,9 @@ class Chunk(NamedTuple):
     is_whole: bool = True
 
 
-def prompt_chunk(frame: FrameType) -> Chunk:
+def prefill_chunk(frame: FrameType) -> Chunk:
     """Return which chunk of a prompt a call has: the whole one without `prefill_chunk_size`."""
-    prefill = _innermost(frame, _PREFILL)
+    prefill = _innermost_frame(frame, _PREFILL)
     names = {} if prefill is None else prefill.f_locals
     chunks = names.get("input_chunks")
     if not chunks:
@@ -73,5 +73,5 @@ def prompt_chunk(frame: FrameType) -> Chunk:
 
 def is_assisted(frame: FrameType) -> bool:
     """Tell whether a call checks several drafted tokens at once: assisted decoding."""
-    search = innermost_search(frame)
+    search = innermost_search_frame(frame)
     return search is not None and search.f_code.co_name == "_assisted_decoding"

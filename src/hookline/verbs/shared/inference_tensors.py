@@ -12,7 +12,7 @@ from hookline.verbs.shared.rerun import first_name
 
 
 @contextmanager
-def savable_weights(verb: str, model: nn.Module) -> Iterator[None]:
+def explain_inference_weights(verb: str, model: nn.Module) -> Iterator[None]:
     """Run the block, and name the weight that autograd cannot save where torch refuses one.
 
     Args:

@@ -16,14 +16,14 @@ _ALL_CACHES = (*CACHES, "cache_params", "mems", "past_buckets_states")
 _STATE = "has_previous_state"
 
 
-def cache_in(inputs: Mapping[str, Any]) -> Any:
+def find_cache(inputs: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a model; None without one."""
     is_of_ids = "input_ids" in inputs or "inputs_embeds" in inputs
     names = (*_ALL_CACHES, "state") if is_of_ids else _ALL_CACHES
     return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
 
-def n_cached(cache: Any) -> int | None:
+def n_cached_tokens(cache: Any) -> int | None:
     """Return the number of tokens in a cache; None if it does not tell.
 
     `generate` begins with a cache of 0.

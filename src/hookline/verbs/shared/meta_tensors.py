@@ -12,8 +12,8 @@ from hookline.errors import InputError
 from hookline.verbs.shared.rerun import first_name
 
 
-def refuse_shapes_alone(
-    verb: str, model: nn.Module, inputs: Any, *, reads_weights: bool = False
+def refuse_meta_tensors(
+    verb: str, model: nn.Module, inputs: Any, *, refuse_offloaded: bool = False
 ) -> None:
     """Refuse a model or an input that holds shapes alone, where a verb needs numbers.
 
@@ -21,14 +21,14 @@ def refuse_shapes_alone(
         verb: the name of the verb, as in "hl.cam".
         model: the model. An offloaded one has numbers: its hooks load them as its modules run.
         inputs: its inputs.
-        reads_weights: whether the verb reads the weights itself, so that an offloaded model will
+        refuse_offloaded: whether the verb reads the weights itself, so that an offloaded model will
             not do.
 
     Raises:
         InputError: a parameter, a buffer or a tensor of the inputs is on the meta device.
     """
     name = first_name(model, lambda tensor: tensor.is_meta)
-    if name is not None and (reads_weights or not _is_offloaded(model)):
+    if name is not None and (refuse_offloaded or not _is_offloaded(model)):
         raise InputError(
             f"{verb} must have a model with numbers, got {name} on the meta device, which holds"
             " shapes alone.\nLoad the weights, or fill them: model.to_empty(device='cpu'), then"

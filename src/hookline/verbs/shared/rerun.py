@@ -93,7 +93,7 @@ def generators_of(modules: Iterable[nn.Module]) -> list[torch.Generator]:
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
-def autocast_here() -> Autocast:
+def current_autocast() -> Autocast:
     """Return the autocast of the running code."""
     return tuple(
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
@@ -102,7 +102,7 @@ def autocast_here() -> Autocast:
 
 
 @contextmanager
-def autocast_as(autocast: Autocast) -> Iterator[None]:
+def use_autocast(autocast: Autocast) -> Iterator[None]:
     """Run the block in this autocast."""
     with ExitStack() as stack:
         for device, is_on, dtype in autocast:
@@ -308,7 +308,7 @@ def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
     Raises:
         InputError: the model has lazy parameters, which its first run would create for good.
     """
-    name = lazy_name(model)
+    name = first_lazy_name(model)
     if name is not None:
         raise InputError(
             f"the model must have no lazy parameters, got {name}: the first run would create it"
@@ -318,7 +318,7 @@ def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def lazy_name(model: nn.Module) -> str | None:
+def first_lazy_name(model: nn.Module) -> str | None:
     """Return the first parameter or buffer that the first run will create; None if all exist."""
     tables = (table(m) for m in model.modules() for table in (own_parameters, own_buffers))
     if not any(t is not None and is_lazy(t) for table in tables for t in table.values()):
@@ -418,7 +418,7 @@ def gradients(
         ReentrantError: a part of the graph is checkpointed with use_reentrant=True, and there are
             hooks on accumulated gradients.
     """
-    leaves, is_reentrant = leaves_of(outputs)
+    leaves, is_reentrant = leaves_and_reentrancy(outputs)
     tensors = leaves if tensors is None else tensors
     if not is_reentrant:
         return list(torch.autograd.grad(outputs, tensors, grads, allow_unused=True))
@@ -433,7 +433,7 @@ def gradients(
         return [tensor.grad for tensor in tensors]
 
 
-def leaves_of(outputs: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+def leaves_and_reentrancy(outputs: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
     """Return the leaf tensors of a graph, and whether it holds reentrant checkpoints."""
     outputs = list(outputs)
     leaves = [output for output in outputs if output.grad_fn is None]
@@ -471,7 +471,7 @@ class RunStart:
         self.args: tuple[Any, ...] = args
         self.kwargs: dict[str, Any] = kwargs
         self._tensors = [(tensor, version(tensor)) for tensor in every_tensor((args, kwargs))]
-        self.autocast: Autocast = autocast_here()
+        self.autocast: Autocast = current_autocast()
         self._has_grad = torch.is_grad_enabled()
         self._is_inference = torch.is_inference_mode_enabled()
         self._copies = changing.copies(root)
@@ -500,7 +500,7 @@ class RunStart:
                     table[name] = copy.clone()
             self._random.restore()
             with (
-                autocast_as(self.autocast),
+                use_autocast(self.autocast),
                 torch.inference_mode(self._is_inference),
                 torch.set_grad_enabled(self._has_grad),
             ):
@@ -549,7 +549,7 @@ class ChangingBuffers:
                 modules = list(root.modules())
                 self.generators = generators_of(modules)
                 self._all = [(table, name) for table, name, _ in _buffers_of(modules)]
-                self._versions = [_identity(*place) for place in self._all]
+                self._versions = [_identity_and_version(*place) for place in self._all]
             return _copies(self._changing if self._versions is None else self._all)
 
     def learn(self) -> None:
@@ -557,7 +557,7 @@ class ChangingBuffers:
         with self._lock:
             before, self._versions = self._versions, None
             if before is not None:
-                self._changing = _changed(self._all, before)
+                self._changing = _changed_places(self._all, before)
 
 
 def _copies(places: list[_Place]) -> list[_Buffer]:
@@ -569,12 +569,12 @@ def _copies(places: list[_Place]) -> list[_Buffer]:
     ]
 
 
-def _changed(places: list[_Place], before: list[tuple[int, int | None]]) -> list[_Place]:
+def _changed_places(places: list[_Place], before: list[tuple[int, int | None]]) -> list[_Place]:
     pairs = zip(places, before, strict=True)
-    return [place for place, was in pairs if _identity(*place) != was]
+    return [place for place, was in pairs if _identity_and_version(*place) != was]
 
 
-def _identity(table: dict[str, Tensor | None], name: str) -> tuple[int, int | None]:
+def _identity_and_version(table: dict[str, Tensor | None], name: str) -> tuple[int, int | None]:
     buffer = table.get(name)
     return id(buffer), None if buffer is None else version(buffer)
 
@@ -615,12 +615,12 @@ class Likeness:
             return
         call, self._n_calls[path] = self._n_calls[path], self._n_calls[path] + 1
         if not pending:
-            self._differs(path, call)
+            self._note_difference(path, call)
             return
         first, measure = pending.popleft()
         again = (measure or probe_sum)(output)
         if again is None or not _are_same(first, again, output, is_compiled=measure is None):
-            self._differs(path, call)
+            self._note_difference(path, call)
         elif not first.isfinite():
             self._last_equal = n_operations
 
@@ -634,13 +634,13 @@ class Likeness:
         """Notice calls that the repeated run has not made; `paths` are the modules it watched."""
         for path, pending in self._first.items():
             if pending and path in paths and self.difference is None:
-                self._differs(path, self._n_calls[path])
+                self._note_difference(path, self._n_calls[path])
 
     def proves(self, number: int) -> bool:
         """Tell whether both runs were the same until they passed on what this operation made."""
         return self.difference is None or number <= self._last_equal
 
-    def _differs(self, path: str, call: int) -> None:
+    def _note_difference(self, path: str, call: int) -> None:
         self.difference = path_text(path) + (f"#{call}" if call else "")
 
 

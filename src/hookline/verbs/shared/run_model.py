@@ -17,7 +17,7 @@ from hookline.display.text import plural
 from hookline.engine.pytree import tree
 from hookline.errors import InputError
 from hookline.verbs.shared.failing_module import note_failing_module
-from hookline.verbs.shared.rerun import lazy_name, untouched
+from hookline.verbs.shared.rerun import first_lazy_name, untouched
 
 _N_KEYS_SHOWN = 3
 
@@ -39,7 +39,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
         return model(*args, **kwargs)
     except Exception as error:
         may_refuse = isinstance(error, TypeError | AttributeError)
-        note = _advice(model, inputs) if may_refuse else None
+        note = _input_advice(model, inputs) if may_refuse else None
         if note:
             error.add_note(f"hookline: {note}")
         note_failing_module(model, error)
@@ -70,7 +70,7 @@ def check_arguments(inputs: Any, of: str) -> None:
         )
 
 
-def mean_squares(output: Any) -> Tensor | None:
+def sum_of_mean_squares(output: Any) -> Tensor | None:
     """Return the sum of the mean squares of the tensors that require a gradient; None without."""
     tensors = [
         tensor
@@ -90,7 +90,7 @@ def signature_of(model: nn.Module) -> inspect.Signature | None:
         return None
 
 
-def refusal_of(signature: inspect.Signature, inputs: Any) -> TypeError | None:
+def binding_error(signature: inspect.Signature, inputs: Any) -> TypeError | None:
     """Return the error of a signature that refuses inputs; None if the signature takes them."""
     args, kwargs = arguments_of(inputs)
     try:
@@ -108,7 +108,7 @@ def without_list(model: nn.Module, inputs: Any) -> Any:
     """
     if type(inputs) is not list or len(inputs) != 1 or not isinstance(inputs[0], Tensor):
         return inputs
-    if lazy_name(model) is not None:
+    if first_lazy_name(model) is not None:
         return inputs
 
     def is_taken() -> bool:
@@ -123,7 +123,7 @@ def without_list(model: nn.Module, inputs: Any) -> Any:
     return inputs if contextvars.Context().run(is_taken) else inputs[0]
 
 
-def _in_place_of_a_tensor(inputs: Any) -> str | None:
+def _how_to_make_tensor(inputs: Any) -> str | None:
     """Say how to make a tensor of an array, of numbers or of texts; None for other inputs."""
     first = inputs
     while isinstance(first, list) and first:
@@ -138,7 +138,7 @@ def _in_place_of_a_tensor(inputs: Any) -> str | None:
     return f"{kind} is given in place of a tensor.\nGive torch.as_tensor(inputs)."
 
 
-def _advice(model: nn.Module, inputs: Any) -> str | None:
+def _input_advice(model: nn.Module, inputs: Any) -> str | None:
     """Say how to give inputs that the model's forward takes; None where it takes these."""
     if isinstance(inputs, tuple) and inputs and all(type(size) is int for size in inputs):
         return (
@@ -154,7 +154,7 @@ def _advice(model: nn.Module, inputs: Any) -> str | None:
         )
     if isinstance(argument, Iterator):
         return "an iterator gives batches, and the model takes one batch.\nGive next(batches)."
-    in_place = _in_place_of_a_tensor(argument)
+    in_place = _how_to_make_tensor(argument)
     if in_place is not None:
         return in_place
     if isinstance(argument, list):
@@ -163,7 +163,7 @@ def _advice(model: nn.Module, inputs: Any) -> str | None:
             " with labels without them, such as batch[0]."
         )
     signature = signature_of(model)
-    refusal = None if signature is None else refusal_of(signature, inputs)
+    refusal = None if signature is None else binding_error(signature, inputs)
     if signature is None or refusal is None:
         return None
     args, kwargs = arguments_of(inputs)

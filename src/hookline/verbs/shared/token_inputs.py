@@ -81,17 +81,17 @@ def token_inputs(
     Raises:
         StructureError: the mask has not one number for each token.
     """
-    is_token = _is_token(inputs, shape, prefix, n_cached)
+    is_token = _token_mask(inputs, shape, prefix, n_cached)
     position_ids = _position_ids(inputs, shape, prefix)
     if n_cached is None:
-        n_cached = _n_cached(inputs, shape, is_token)
+        n_cached = _n_cached_by_inputs(inputs, shape, is_token)
     borders = [inputs.get(name) for name in _BORDERS if not prefix]
     given = next((border for border in borders if isinstance(border, Tensor)), None)
     flat = None if given is None else given.detach().cpu().flatten().long()
     return TokenInputs(shape, is_token, position_ids, flat, n_cached)
 
 
-def _is_token(
+def _token_mask(
     inputs: Mapping[str, Any], shape: tuple[int, int], prefix: str, n_cached: int | None
 ) -> Tensor | None:
     """Return which cached and present columns are tokens; None without a mask."""
@@ -130,7 +130,7 @@ def _position_ids(inputs: Mapping[str, Any], shape: tuple[int, int], prefix: str
     return given.detach().cpu().long().expand(shape)
 
 
-def _n_cached(
+def _n_cached_by_inputs(
     inputs: Mapping[str, Any], shape: tuple[int, int], is_token: Tensor | None
 ) -> int | None:
     """Return how many columns the cache holds, as the inputs beside it tell."""

@@ -15,7 +15,7 @@ _PART = 0.001  # of the effect, by which two ways may differ
 _N_EPS = 4  # of the size of a metric, by which rounding moves it
 
 
-def is_same(a: float, b: float) -> bool:
+def is_same_number(a: float, b: float) -> bool:
     """Tell whether two numbers are equal; NaN is NaN."""
     return a == b or (math.isnan(a) and math.isnan(b))
 
@@ -29,9 +29,11 @@ def numbers_agree(number: float, plain: float, base: float, output: Any) -> bool
         base: the metric without a change.
         output: an output, which has the dtype.
     """
-    if is_same(number, plain):
+    if is_same_number(number, plain):
         return True
-    dtype = next(iter(_floats(output).values()), torch.empty(0, dtype=torch.float64)).dtype
+    dtype = next(
+        iter(_floating_tensors(output).values()), torch.empty(0, dtype=torch.float64)
+    ).dtype
     rounding = _N_EPS * torch.finfo(dtype).eps * max(abs(plain), abs(base))
     return abs(number - plain) <= _PART * abs(plain - base) + rounding
 
@@ -47,22 +49,26 @@ def outputs_agree(output: Any, plain: Any, base: Any) -> bool:
         plain: its output in a whole forward.
         base: the output without a change.
     """
-    parts, others, bases = _floats(output), _floats(plain), _floats(base)
+    parts, others, bases = (
+        _floating_tensors(output),
+        _floating_tensors(plain),
+        _floating_tensors(base),
+    )
     return bool(parts) and all(
         leaf in others
         and leaf in bases
         and tensor.shape == others[leaf].shape == bases[leaf].shape
-        and _agree(tensor, others[leaf], bases[leaf])
+        and _tensors_agree(tensor, others[leaf], bases[leaf])
         for leaf, tensor in parts.items()
     )
 
 
-def _floats(output: Any) -> dict[Any, Tensor]:
+def _floating_tensors(output: Any) -> dict[Any, Tensor]:
     tensors = tree.tensors(output)
     return {leaf: t for leaf, t in tensors if t.is_floating_point() and t.numel()}
 
 
-def _agree(output: Tensor, plain: Tensor, base: Tensor) -> bool:
+def _tensors_agree(output: Tensor, plain: Tensor, base: Tensor) -> bool:
     """Compare each vector along the last dimension by itself: a change often moves a few alone."""
     error = tolerance(output.dtype)
     dtype = torch.promote_types(output.dtype, torch.float32)
@@ -95,7 +101,9 @@ def may_be_rounding(number: float, plain: float, output: Any) -> bool:
         plain: the other one.
         output: an output, whose usual size is what rounding grows with.
     """
-    for tensor in _floats(output).values():
+    for tensor in _floating_tensors(output).values():
         size = max(abs(plain), float(tensor.abs().float().flatten().nanmedian()))
-        return is_same(number, plain) or abs(number - plain) <= tolerance(tensor.dtype) * size
-    return is_same(number, plain)
+        return (
+            is_same_number(number, plain) or abs(number - plain) <= tolerance(tensor.dtype) * size
+        )
+    return is_same_number(number, plain)

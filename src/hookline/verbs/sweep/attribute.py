@@ -19,11 +19,17 @@ from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
 from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.sweep.changing import Changing, recorded_run
 from hookline.verbs.sweep.forwards import Forwards
-from hookline.verbs.sweep.grid import Each, Grid, Group, check_each, patches, sites_of
+from hookline.verbs.sweep.grid import Each, Grid, Group, check_each, clean_patches, sites_of
 from hookline.verbs.sweep.judge_estimates import Array
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
-from hookline.verbs.sweep.path_gradients import Integral, Point, Slopes, check_form, floating
-from hookline.verbs.sweep.restore_model import refuse_random, undisturbed
+from hookline.verbs.sweep.path_gradients import (
+    Integral,
+    PathGradients,
+    PathPoint,
+    check_form,
+    require_floating,
+)
+from hookline.verbs.sweep.restore_model import refuse_random, without_side_effects
 from hookline.verbs.sweep.rows_per_change import copy_of
 from hookline.verbs.sweep.sweep_results import Attribution
 
@@ -117,38 +123,38 @@ def attribute(
     only_options("attribute", options, AttributeOptions.__annotations__)
     _check_options(options)
     along, steps, n_checked = options.get("along"), options.get("steps"), options.get("check", 0)
-    with undisturbed(model, "hl.attribute(model, ...)", inputs, clean):
+    with without_side_effects(model, "hl.attribute(model, ...)", inputs, clean):
         modules, run = module_tree(model), partial(call, model)
         random_states = RandomStates(generators_of(model.modules()))
         output, recording = recorded_run(modules, lambda: run(copied(clean)), selector)
         outputs = (lambda: copy_of(output)), (lambda: run(copied(clean)))
         refuse_random(random_states, metric, *outputs)
         values: dict[str, list[Tensor]] = {}  # of the clean run
-        entries = patches(modules, selector, values)
-        goals = {site: floating(site, recording[site]) for site in sites_of(entries)}
+        entries = clean_patches(modules, selector, values)
+        goals = {site: require_floating(site, recording[site]) for site in sites_of(entries)}
         values.update({site: [goal] for site, goal in goals.items()})
-        slopes = Slopes(model, inputs, metric)
+        slopes = PathGradients(model, inputs, metric)
         start = slopes.at(list(goals))
         for site, goal in goals.items():
             check_form(site, start.values[site], goal)
         if steps is None:
-            integrals = _integrals(start, goals, [start])
+            integrals = _integrate(start, goals, [start])
         elif along is None:
             integrals = {}
             for site, goal in goals.items():
                 points = (slopes.at([site], {site: goal}, place) for place in _midpoints(steps))
-                integrals |= _integrals(start, {site: goal}, points)
+                integrals |= _integrate(start, {site: goal}, points)
         else:
             _, line = recorded_run(modules, lambda: run(copied(clean)), along)
             moved = {str(site): line[site] for site in line.sites}
             points = (slopes.at(list(goals), moved, place) for place in _midpoints(steps))
-            integrals = _integrals(start, slopes.end(list(goals), moved), points)
+            integrals = _integrate(start, slopes.values_at_end(list(goals), moved), points)
         grid = Grid(entries, each, start.values)
         measured = np.full(grid.shape, np.nan)
         if n_checked:
             forwards = Forwards(Changing(modules, list(goals), inputs), run, inputs, metric)
             refuse_constant(metric, forwards.output, forwards.baseline)
-            forwards.measure(_sampled(grid.groups, n_checked))
+            forwards.measure(_sample_changes(grid.groups, n_checked))
             for index, (number, _) in forwards.results.items():
                 measured[index] = number - start.number
     return _result(grid, (start.number, number_of(metric, output)), integrals, measured)
@@ -159,7 +165,7 @@ def _result(
 ) -> Attribution:
     scores = SiteDict({site: integral.score for site, integral in integrals.items()})
     gradients = SiteDict({site: integral.mean for site, integral in integrals.items()})
-    effects = _parts(grid, scores)
+    effects = _sum_parts(grid, scores)
     is_change = ~np.isnan(effects)
     return Attribution(grid.axes, *numbers, is_change, scores, gradients, effects, measured)
 
@@ -180,8 +186,8 @@ def _midpoints(steps: int) -> list[float]:
     return [(step + 0.5) / steps for step in range(steps)]
 
 
-def _integrals(
-    start: Point, ends: Mapping[str, Tensor], points: Iterable[Point]
+def _integrate(
+    start: PathPoint, ends: Mapping[str, Tensor], points: Iterable[PathPoint]
 ) -> dict[str, Integral]:
     """Integrate over the points of a path.
 
@@ -197,7 +203,7 @@ def _integrals(
     return integrals
 
 
-def _parts(grid: Grid, scores: Mapping[str, Tensor]) -> Array:
+def _sum_parts(grid: Grid, scores: Mapping[str, Tensor]) -> Array:
     """Sum the scores of each part of each site."""
     sums = np.full(grid.shape, np.nan)
     for group in grid.groups:
@@ -207,7 +213,7 @@ def _parts(grid: Grid, scores: Mapping[str, Tensor]) -> Array:
     return sums
 
 
-def _sampled(groups: Sequence[Group], n: int) -> list[Group]:
+def _sample_changes(groups: Sequence[Group], n: int) -> list[Group]:
     """Choose some of the changes at random, as many at each site as far as there are."""
     rng = random.Random(_SEED)
     shuffled = [rng.sample(group.points, len(group.points)) for group in groups]

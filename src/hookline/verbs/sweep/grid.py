@@ -103,22 +103,22 @@ def entries_of(modules: ModuleTree, changes: Changes) -> list[Entry]:
     if not isinstance(changes, list | tuple) or not changes:
         hint = f" To put clean values back at {changes!r}, give clean=." * isinstance(changes, str)
         raise InputError(f"changes must be changes by site, got {_words(changes)}.\n{_FORMS}{hint}")
-    return [_joint(modules, number, item) for number, item in enumerate(changes)]
+    return [_joint_entry(modules, number, item) for number, item in enumerate(changes)]
 
 
-def patches(modules: ModuleTree, selector: Selector, values: Values) -> list[Entry]:
+def clean_patches(modules: ModuleTree, selector: Selector, values: Values) -> list[Entry]:
     """Return the changes that put back the values of another run at the sites of a selector."""
     return [
         Entry(str(place[0]), (place,), {0: (PutBack(values, place[0]),)})
-        for place in _places(modules, selector)
+        for place in _select_places(modules, selector)
     ]
 
 
 def _entries_at(modules: ModuleTree, selector: Selector, given: Any) -> list[Entry]:
     """Return the changes at each site of a selector."""
-    by_label = {label: (change,) for label, change in _labelled(given).items()}
+    by_label = {label: (change,) for label, change in _changes_by_label(given).items()}
     is_labelled = isinstance(given, Mapping)
-    places = _places(modules, selector)
+    places = _select_places(modules, selector)
     return [Entry(str(place[0]), (place,), by_label, is_labelled) for place in places]
 
 
@@ -138,35 +138,35 @@ def sites_of(entries: list[Entry], *, outside: bool = False) -> list[str]:
     return list(dict.fromkeys(sites))
 
 
-def _joint(modules: ModuleTree, number: int, item: Any) -> Entry:
+def _joint_entry(modules: ModuleTree, number: int, item: Any) -> Entry:
     """Read changes that are made together, in one forward."""
     label, by_site = item if isinstance(item, tuple) and len(item) == 2 else (number, item)
     if not isinstance(by_site, Mapping) or not by_site or not isinstance(label, str | int):
         raise InputError(f"each of changes must be {{site: change}}, got {_words(item)}.\n{_FORMS}")
     for change in by_site.values():
-        _check(change)
+        _check_change(change)
     pairs = [
         (place, change) for selector, change in by_site.items()
-        for place in _places(modules, selector)
+        for place in _select_places(modules, selector)
     ]  # fmt: skip
     places, changes = zip(*pairs, strict=True)
     return Entry(label, places, {0: changes}, is_joint=True)
 
 
-def _labelled(given: Any) -> dict[Label, Any]:
+def _changes_by_label(given: Any) -> dict[Label, Any]:
     """Return the changes at one site by their labels."""
     if isinstance(given, Mapping):
         changes = dict(given)
     else:
         changes = dict(enumerate(given)) if isinstance(given, list | tuple) else {0: given}
     for change in changes.values():
-        _check(change)
+        _check_change(change)
     if not changes:
         raise InputError(f"changes must have a change for each site, got none.\n{_FORMS}")
     return changes
 
 
-def _check(change: Any) -> None:
+def _check_change(change: Any) -> None:
     if not callable(change):
         raise InputError(
             f"a change must be a function of the value, got {_words(change)}.\n{_FORMS}"
@@ -177,7 +177,7 @@ def _words(value: Any) -> str:
     return describe.in_words(value)
 
 
-def _places(modules: ModuleTree, selector: Selector) -> list[tuple[Site, nn.Module]]:
+def _select_places(modules: ModuleTree, selector: Selector) -> list[tuple[Site, nn.Module]]:
     """Return the sites that a selector matches, each with its module."""
     places = []
     for site, node in select_in(modules, selector, ("output",)).places:
@@ -217,21 +217,21 @@ class Grid:
                 "\nGive (label, {site: change}), or select each site once."
             )
         cuts = [
-            [_cuts(str(site), known[str(site)], each) for site, _ in entry.places]
+            [_cut_dims(str(site), known[str(site)], each) for site, _ in entry.places]
             for entry in entries
         ]
         for axis, name in enumerate(each):
             longest = max(at_site[axis].n_parts for by_site in cuts for at_site in by_site)
-            self.axes[self._new(name)] = tuple(range(longest))
+            self.axes[self._checked_axis(name)] = tuple(range(longest))
         if self._has_labels:
-            self.axes[self._new("change")] = tuple(labels)
-        self._part = cache(_part)  # most sites are cut alike
+            self.axes[self._checked_axis("change")] = tuple(labels)
+        self._part = cache(_part_slices)  # most sites are cut alike
         self.groups: list[Group] = [
             Group(entry.places, list(self._points(number, entry, by_site)))
             for number, (entry, by_site) in enumerate(zip(entries, cuts, strict=True))
         ]
 
-    def _new(self, name: str) -> str:
+    def _checked_axis(self, name: str) -> str:
         if name in self.axes:
             raise InputError(
                 f"each axis must have a name of its own, got {name!r} twice."
@@ -255,7 +255,7 @@ class Grid:
         last = list(self.axes.values())[-1]
         sites = [site for site, _ in entry.places]
         functions = {
-            label: [bound(change, site) for change, site in zip(changes, sites, strict=True)]
+            label: [bind_change(change, site) for change, site in zip(changes, sites, strict=True)]
             for label, changes in entry.changes.items()
         }
         for index in product(*sizes):
@@ -266,13 +266,13 @@ class Grid:
                 yield Point((number, *index, *at_label), tuple(changed))
 
 
-def bound(change: Any, site: Site) -> Callable[..., Any]:
+def bind_change(change: Any, site: Site) -> Callable[..., Any]:
     """Return a change as a function of the value at a site."""
     at = getattr(change, "at", None)
     return bind_own_defaults(at(site) if callable(at) else change, 1)
 
 
-def _cuts(site: str, value: Any, each: Each) -> tuple[_Cut, ...]:
+def _cut_dims(site: str, value: Any, each: Each) -> tuple[_Cut, ...]:
     """Cut the dimensions of a value, as `each` names them.
 
     Returns:
@@ -312,7 +312,7 @@ def _cuts(site: str, value: Any, each: Each) -> tuple[_Cut, ...]:
     return tuple(cuts)
 
 
-def _part(cuts: tuple[_Cut, ...], index: tuple[int, ...]) -> tuple[slice, ...]:
+def _part_slices(cuts: tuple[_Cut, ...], index: tuple[int, ...]) -> tuple[slice, ...]:
     """Return the part of a value at an index of the further axes."""
     part = [slice(None)] * (max([cut.dim for cut in cuts], default=-1) + 1)
     for cut, number in zip(cuts, index, strict=True):

@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
     is_known: bool
 
 
-def verdicts(labels: Sequence[Label], estimates: Array, measured: Array) -> list[Verdict]:
+def judge_sites(labels: Sequence[Label], estimates: Array, measured: Array) -> list[Verdict]:
     """Judge the estimates of each site; without measured effects, of none.
 
     Args:
@@ -48,10 +48,10 @@ def verdicts(labels: Sequence[Label], estimates: Array, measured: Array) -> list
     least = max(_SMALL * float(np.nanmax(np.abs(measured))), 1e-300)
     level = _LEVEL / len(labels)
     rows = zip(labels, estimates, measured, strict=True)
-    return [_verdict(label, (ours, effects), least, level) for label, ours, effects in rows]
+    return [_judge_site(label, (ours, effects), least, level) for label, ours, effects in rows]
 
 
-def _verdict(label: Label, of_site: tuple[Array, Array], least: float, level: float) -> Verdict:
+def _judge_site(label: Label, of_site: tuple[Array, Array], least: float, level: float) -> Verdict:
     estimates, measured = of_site
     is_measured = ~np.isnan(measured)
     estimate, effect = estimates[is_measured], measured[is_measured]
@@ -63,11 +63,11 @@ def _verdict(label: Label, of_site: tuple[Array, Array], least: float, level: fl
     n, n_missed = int(matters.sum()), int(is_missed.sum())
     # Of the changes that were not measured, all may matter.
     n_all = int((~np.isnan(estimates)).sum()) - len(effect) + n
-    is_known = n == 0 or _chance(n, n, n_all) <= level
-    return Verdict(label, n > 0 and _chance(n_missed, n, n_all) <= level, is_known)
+    is_known = n == 0 or _chance_of_misses(n, n, n_all) <= level
+    return Verdict(label, n > 0 and _chance_of_misses(n_missed, n, n_all) <= level, is_known)
 
 
-def _chance(n_missed: int, n: int, n_all: int) -> float:
+def _chance_of_misses(n_missed: int, n: int, n_all: int) -> float:
     """Return how likely so many of a sample are missed, if two thirds of all are."""
     most = int(_MOST_MISSED * n_all + 1e-9)
     ways = sum(math.comb(most, k) * math.comb(n_all - most, n - k) for k in range(n_missed, n + 1))

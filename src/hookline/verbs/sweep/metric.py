@@ -13,7 +13,7 @@ from torch import Tensor
 from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
-from hookline.verbs.sweep.agreement import is_same
+from hookline.verbs.sweep.agreement import is_same_number
 
 Metric = Callable[[Any], Any]
 
@@ -62,7 +62,7 @@ def refuse_constant(metric: Metric, output: Any, number: float) -> None:
             "the model must return numbers, got an output without elements."
             "\nGive inputs of one row or more."
         )
-    if any(_is_moved(metric, output, change, number) for change in (_negated, _reversed)):
+    if any(_metric_changes(metric, output, change, number) for change in (_negated, _reversed)):
         return
     raise InputError(
         "metric must depend on what the model returns, got a function that returns"
@@ -79,11 +79,11 @@ def _reversed(tensor: Tensor) -> Tensor:
     return tensor.flatten().flip(0).reshape(tensor.shape) * 2
 
 
-def _is_moved(
+def _metric_changes(
     metric: Metric, output: Any, change: Callable[[Tensor], Tensor], number: float
 ) -> bool:
     try:
         other = number_of(metric, tree.map_tensors(change, output))
     except Exception:  # it looks at the output, or the output cannot be changed like this
         return True
-    return not is_same(other, number)
+    return not is_same_number(other, number)

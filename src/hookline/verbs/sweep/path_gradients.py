@@ -21,7 +21,7 @@ from hookline.verbs.sweep.metric import Metric, number_of
 Values = Mapping[str, Any]
 
 
-class Point(NamedTuple):
+class PathPoint(NamedTuple):
     """A point of a path: the metric there, and the value and the gradient of each site."""
 
     number: float
@@ -58,21 +58,21 @@ class Integral:
         """Take the next point."""
         value, gradient = value.to(self._dtype), gradient.to(self._dtype)
         if self._last is not None:
-            self._move((self._last[0] + value) / 2)
+            self._add_stretch((self._last[0] + value) / 2)
         self._last = value, gradient
         self.total = self.total + gradient
         self.n += 1
 
-    def _move(self, border: Tensor) -> None:
+    def _add_stretch(self, border: Tensor) -> None:
         if self._last is not None:
-            self._sum = self._sum + self._last[1] * _way(self._border, border)
+            self._sum = self._sum + self._last[1] * _displacement(self._border, border)
         self._border = border
 
     @property
     def score(self) -> Tensor:
         """The sum over the whole path."""
         gradient = self.total if self._last is None else self._last[1]
-        return self._sum + gradient * _way(self._border, self._end)
+        return self._sum + gradient * _displacement(self._border, self._end)
 
     @property
     def mean(self) -> Tensor:
@@ -80,13 +80,13 @@ class Integral:
         return self.total / max(self.n, 1)
 
 
-def _way(start: Tensor, end: Tensor) -> Tensor:
+def _displacement(start: Tensor, end: Tensor) -> Tensor:
     """Return how far a value moves; 0 where it stays infinite, as a masked score does."""
     return (end - start).masked_fill(end == start, 0)
 
 
 @final
-class Slopes:
+class PathGradients:
     """Runs of a model on the way from its inputs to another run.
 
     Args:
@@ -98,7 +98,9 @@ class Slopes:
     def __init__(self, model: nn.Module, inputs: Any, metric: Metric) -> None:
         self._model, self._inputs, self._metric = model, inputs, metric
 
-    def at(self, sites: Sequence[str], moved: Values | None = None, fraction: float = 0.0) -> Point:
+    def at(
+        self, sites: Sequence[str], moved: Values | None = None, fraction: float = 0.0
+    ) -> PathPoint:
         """Return the values and gradients at sites.
 
         Args:
@@ -132,9 +134,9 @@ class Slopes:
             site: torch.zeros_like(zeros.leaves[site]) if grad is None else grad
             for site, grad in zip(sites, grads, strict=True)
         }
-        return Point(number, zeros.values, known)
+        return PathPoint(number, zeros.values, known)
 
-    def end(self, sites: Sequence[str], moved: Values) -> dict[str, Tensor]:
+    def values_at_end(self, sites: Sequence[str], moved: Values) -> dict[str, Tensor]:
         """Return the values at sites where others have reached their goals."""
         zeros = _Zeros()
         with self._run(sites, zeros, moved, 1.0):
@@ -153,7 +155,7 @@ class Slopes:
         with ExitStack() as lines:
             if moved:
                 moves = {
-                    site: in_this_run(partial(_moved, site, moved[site], fraction))
+                    site: in_this_run(partial(_move_towards_goal, site, moved[site], fraction))
                     for site in moved
                 }
                 lines.enter_context(edit(self._model, moves))
@@ -182,7 +184,7 @@ class _Zeros:
 
     def add(self, site: str, value: Any) -> Tensor:
         """Return the value at a site with its zeros."""
-        tensor = floating(site, value)
+        tensor = require_floating(site, value)
         if site in self.leaves and is_recomputing():
             return tensor + self.leaves[site]
         if site in self.leaves:
@@ -195,12 +197,12 @@ class _Zeros:
         return tensor + zero
 
 
-def _moved(site: str, goal: Any, fraction: float, value: Any) -> Any:
+def _move_towards_goal(site: str, goal: Any, fraction: float, value: Any) -> Any:
     """Return the value at a site, moved by a fraction of the way to its goal."""
     check_form(site, value, goal)
     for (leaf, now), (_, then) in zip(tree.tensors(value), tree.tensors(goal), strict=True):
         if now.is_floating_point():
-            value = leaves.put(value, leaf, now + fraction * _way(now, then), site)
+            value = leaves.put(value, leaf, now + fraction * _displacement(now, then), site)
         elif not torch.equal(now, then):
             raise InputError(
                 f"along must name values with a line between them, got {site}, which has other"
@@ -224,7 +226,7 @@ def check_form(site: str, value: Any, goal: Any) -> None:
         )
 
 
-def floating(site: str, value: Any) -> Tensor:
+def require_floating(site: str, value: Any) -> Tensor:
     """Return a value that is one floating tensor.
 
     Raises:

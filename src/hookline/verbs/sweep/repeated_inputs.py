@@ -68,7 +68,7 @@ class Batches:
         self.is_written_unseen = self.reuses and bool(kept & self.tape.unseen)
         self.reuses = self.reuses and not self.is_written_unseen
         if self.reuses and kept & self._written:
-            tape = self._recorded(self._inputs)
+            tape = self._record_tape(self._inputs)
             self.reuses = tape is not None
             self.tape = tape or self.tape
         self.tape.keep(kept)
@@ -82,7 +82,7 @@ class Batches:
         if self.reuses and batch.tape is None and batch.n_tries == 1:
             # Its outputs cannot be told from its shapes: a change may have led to other calls, or
             # its hook to those that a fast path leaves out.
-            batch.tape = self._recorded(batch.inputs)
+            batch.tape = self._record_tape(batch.inputs)
             batch.n_tries += 1
         return batch
 
@@ -111,7 +111,7 @@ class Batches:
             with batch.tape.replaying(start, self._written):
                 yield
 
-    def _recorded(self, inputs: Any) -> Tape | None:
+    def _record_tape(self, inputs: Any) -> Tape | None:
         """Return the tape of a run on inputs; None if it makes other calls."""
         tape = Tape(self._named_modules)
         with tape.recording(kept=self._kept, copied=self._written):

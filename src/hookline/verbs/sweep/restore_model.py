@@ -11,15 +11,15 @@ from torch import nn
 
 from hookline.engine import is_compiled, path_text, require_model
 from hookline.errors import InputError
-from hookline.verbs.shared.inference_tensors import savable_weights
-from hookline.verbs.shared.meta_tensors import refuse_shapes_alone
-from hookline.verbs.shared.rerun import RandomStates, lazy_name, untouched
-from hookline.verbs.sweep.agreement import is_same
+from hookline.verbs.shared.inference_tensors import explain_inference_weights
+from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
+from hookline.verbs.shared.rerun import RandomStates, first_lazy_name, untouched
+from hookline.verbs.sweep.agreement import is_same_number
 from hookline.verbs.sweep.metric import Metric, number_of
 
 
 @contextmanager
-def undisturbed(model: nn.Module, verb: str, *inputs: Any) -> Iterator[None]:
+def without_side_effects(model: nn.Module, verb: str, *inputs: Any) -> Iterator[None]:
     """Run the block without gradients and compiled code, and leave the model as it was.
 
     Args:
@@ -35,7 +35,7 @@ def undisturbed(model: nn.Module, verb: str, *inputs: Any) -> Iterator[None]:
     modules = list(model.modules())
     _check_model(model, modules)
     name = verb.partition("(")[0]
-    refuse_shapes_alone(name, model, inputs)
+    refuse_meta_tensors(name, model, inputs)
     with ExitStack() as stack:
         if any(map(is_compiled, modules)):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -43,7 +43,7 @@ def undisturbed(model: nn.Module, verb: str, *inputs: Any) -> Iterator[None]:
         # Inference tensors have no versions, which tell of writes in place.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(savable_weights(name, model))
+        stack.enter_context(explain_inference_weights(name, model))
         yield
 
 
@@ -59,7 +59,7 @@ def _check_model(model: nn.Module, modules: list[nn.Module]) -> None:
             f"the model must be in eval mode, got {path_text(training)!r} in training mode, where"
             " dropout and batch norm change the numbers.\nCall model.eval() first."
         )
-    name = lazy_name(model)
+    name = first_lazy_name(model)
     if name is not None:
         raise InputError(
             f"the model must have no lazy parameters, got {name}: the first run would create it."
@@ -78,7 +78,9 @@ def refuse_random(states: RandomStates, metric: Metric, *outputs: Callable[[], A
     Raises:
         InputError: the run has drawn random numbers, and both metrics differ.
     """
-    if not states.are_current() and not is_same(*[number_of(metric, run()) for run in outputs]):
+    if not states.are_current() and not is_same_number(
+        *[number_of(metric, run()) for run in outputs]
+    ):
         raise InputError(
             "the model must give the same metric twice, got another one the second time: its"
             " forward draws random numbers.\nSwitch this off, as model.eval() does for dropout."

@@ -22,7 +22,7 @@ FORMAT = FolderFormat(
 Results = dict[tuple[int, ...], tuple[float, bool]]
 
 
-def job_of(
+def fingerprint_sweep(
     model: nn.Module, inputs: Any, clean: Any, metric: Any, entries: Sequence[Entry]
 ) -> dict[str, Any]:
     """Identify what a sweep measures, so that another sweep does not go on with its numbers."""
@@ -31,11 +31,11 @@ def job_of(
         "inputs": fingerprint(inputs),
         "clean inputs": fingerprint(clean),
         "metric": function_identity(metric),
-        "changes": fingerprint([_texts(entry) for entry in entries]),
+        "changes": fingerprint([_entry_texts(entry) for entry in entries]),
     }
 
 
-def _texts(entry: Entry) -> list[Any]:
+def _entry_texts(entry: Entry) -> list[Any]:
     """Return the sites, labels and functions of changes, as texts."""
     sites = [str(site) for site, _ in entry.places]
     return [sites, [(repr(label), *map(function_identity, functions))

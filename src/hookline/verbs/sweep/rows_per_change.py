@@ -85,7 +85,7 @@ def parts_of(output: Any, one_batch: Any, n: int) -> list[Any]:
             dim = _dim_of_rows(output, one_batch, n)
             return list(torch.split(output, one_batch.shape[dim], dim))
         except NoRowsError:
-            return [output if _is_one_memory(output, one_batch) else Uncut()] * n
+            return [output if _shares_memory(output, one_batch) else Uncut()] * n
     if isinstance(output, _CONTAINERS) or is_dataclass(output):
         return _parts_of_container(output, one_batch, n)
     is_same = type(output) in tree.PLAIN_ATOMS and output == one_batch
@@ -104,12 +104,12 @@ def _parts_of_container(output: Any, one_batch: Any, n: int) -> list[Any]:
 _CONTAINERS = (tuple, list, Mapping)
 
 
-def _is_one_memory(a: Tensor, b: Tensor) -> bool:
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
     """Tell whether two outputs are one tensor, such as a buffer of the model."""
     return a.shape == b.shape and has_numbers(a) and a.data_ptr() == b.data_ptr()
 
 
-def _refuse(*_: Any) -> Any:
+def _raise_no_rows(*_: Any) -> Any:
     raise NoRowsError
 
 
@@ -124,11 +124,11 @@ class Uncut:
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         raise NoRowsError
 
-    __array__ = __call__ = __getitem__ = __iter__ = __len__ = _refuse
-    __contains__ = __bool__ = __float__ = __int__ = __index__ = __abs__ = __neg__ = _refuse
-    __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __pow__ = _refuse
-    __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __array__ = __call__ = __getitem__ = __iter__ = __len__ = _raise_no_rows
+    __contains__ = __bool__ = __float__ = __int__ = __index__ = __abs__ = __neg__ = _raise_no_rows
+    __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __pow__ = _raise_no_rows
+    __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = _raise_no_rows
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _raise_no_rows
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -165,7 +165,7 @@ def changed_rows(value: Tensor, known: Tensor, changes: Sequence[SiteChange], n:
     are_equal = torch.equal(old, old[:1].expand_as(old))
     if not all(is_near(row, known) for row in old[: 1 if are_equal else n]):
         raise NoRowsError
-    target[: len(changes)] = _with_changes(old[: len(changes)], changes, are_equal=are_equal)
+    target[: len(changes)] = _apply_changes(old[: len(changes)], changes, are_equal=are_equal)
     return new
 
 
@@ -223,22 +223,22 @@ def with_further_rows(
         rows = torch.split(value, known.shape[dim], dim)
         parts = [_among_others(rows[n > 1], known, dim), *rows[N_STIRRED:]]
     old = known.expand(len(changes), *known.shape)
-    new = _with_changes(old, changes, are_equal=True)
+    new = _apply_changes(old, changes, are_equal=True)
     return torch.cat([*parts, new.movedim(0, dim).flatten(dim, dim + 1)], dim)
 
 
-def _with_changes(rows: Tensor, changes: Sequence[SiteChange], *, are_equal: bool) -> Tensor:
+def _apply_changes(rows: Tensor, changes: Sequence[SiteChange], *, are_equal: bool) -> Tensor:
     """Return rows with a change in each. Of equal rows, one alone is given to each function."""
     wholes: dict[int, Tensor] = {}
     keys = [id(change.change if are_equal else change) for change in changes]
     for number, (key, change) in enumerate(zip(keys, changes, strict=True)):
         if key not in wholes:
-            wholes[key] = change.new(rows[number])
+            wholes[key] = change.changed_value(rows[number])
     old = rows[:1] if are_equal else rows
     is_alone = len(wholes) == 1  # one is made where all rows get the same
     new = wholes[keys[0]][None] if is_alone else torch.stack([wholes[key] for key in keys])
     moved = (old != new) & ~(old.isnan() & new.isnan())
-    places = _places_of_rows([change.where for change in changes], rows.shape[1:])
+    places = _mask_of_parts([change.where for change in changes], rows.shape[1:])
     if places is not None:
         places = places.to(rows.device)
         new = torch.where(places[(..., *[None] * (rows.dim() - places.dim()))], new, old)
@@ -249,7 +249,7 @@ def _with_changes(rows: Tensor, changes: Sequence[SiteChange], *, are_equal: boo
     return new.expand_as(rows)
 
 
-def _places_of_rows(parts: Sequence[tuple[slice, ...]], form: torch.Size) -> Tensor | None:
+def _mask_of_parts(parts: Sequence[tuple[slice, ...]], form: torch.Size) -> Tensor | None:
     """Return for each row which places of its first dimensions are in its part; None for all.
 
     Args:

@@ -55,7 +55,7 @@ class SiteChange:
         Raises:
             StructureError: the change returned a value of another form.
         """
-        new = self.new(value)
+        new = self.changed_value(value)
         if self.where:
             part = new[self.where]
             self.note(has_moved=not _are_equal(value[self.where], part))
@@ -65,7 +65,7 @@ class SiteChange:
         self.note(has_moved=not _are_equal(value, new))
         return new
 
-    def new(self, value: Any) -> Any:
+    def changed_value(self, value: Any) -> Any:
         """Return what the change makes of a value, all of it.
 
         Raises:
@@ -76,7 +76,7 @@ class SiteChange:
         moment = (Moment(0, call),) if getattr(self.change, "wants_moment", False) else ()
         function = self._function
         new = call_read_only(
-            lambda value: function(value, *moment), value, self._refusal, self._refusal
+            lambda value: function(value, *moment), value, self._write_error, self._write_error
         )
         if new is None:
             return value
@@ -88,7 +88,7 @@ class SiteChange:
             )
         return new
 
-    def _refusal(self) -> StructureError:
+    def _write_error(self) -> StructureError:
         return StructureError(
             f"the change at {self.site} wrote in place to the value it was given, which other parts"
             " of the model may hold.\nReturn a new value: lambda t: t * 0, not lambda t: t.zero_()."

@@ -25,13 +25,13 @@ from hookline.verbs.sweep.grid import (
     Each,
     Grid,
     check_each,
+    clean_patches,
     entries_of,
-    patches,
     sites_of,
 )
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
-from hookline.verbs.sweep.restore_model import undisturbed
-from hookline.verbs.sweep.resume_folder import SweepFolder, job_of
+from hookline.verbs.sweep.restore_model import without_side_effects
+from hookline.verbs.sweep.resume_folder import SweepFolder, fingerprint_sweep
 from hookline.verbs.sweep.sweep_results import Sweep
 
 
@@ -129,11 +129,16 @@ def sweep(
     rows, to = options.get("rows", 16), options.get("to")
     positive_integer("rows", rows, "Give rows=16.")
     each = check_each(each)
-    with undisturbed(model, "hl.sweep(model, ...)", inputs, clean), _reader(model, read) as run:
+    with (
+        without_side_effects(model, "hl.sweep(model, ...)", inputs, clean),
+        _reader(model, read) as run,
+    ):
         modules = module_tree(model)
         values: dict[str, list[Any]] = {}  # of the clean run
         puts_back = clean is not None and not _are_changes(changes)
-        entries = patches(modules, changes, values) if puts_back else entries_of(modules, changes)
+        entries = (
+            clean_patches(modules, changes, values) if puts_back else entries_of(modules, changes)
+        )
         changing = Changing(modules, sites_of(entries), inputs)
         with changing.hooked(sites_of(entries, outside=True)):
             clean_metric = None
@@ -148,7 +153,7 @@ def sweep(
             grid = Grid(entries, each, changing.known)
             folder = None
             if to is not None:
-                job = job_of(model, inputs, clean, metric, entries)
+                job = fingerprint_sweep(model, inputs, clean, metric, entries)
                 numbers = {"baseline": forwards.baseline, "clean": clean_metric, "axes": grid.axes}
                 # Changes that share a forward have other last bits.
                 parts = {"read": str(read), "each": each, "rows": "one" if rows == 1 else "several"}

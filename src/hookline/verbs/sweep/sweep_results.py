@@ -18,7 +18,7 @@ from hookline.display.units import measure
 from hookline.engine import Site, as_written
 from hookline.errors import InputError
 from hookline.verbs.sweep.grid import Label
-from hookline.verbs.sweep.judge_estimates import Array, Verdict, spearman, verdicts
+from hookline.verbs.sweep.judge_estimates import Array, Verdict, judge_sites, spearman
 
 _MOST_ROWS, _MOST_NAMED = 12, 4
 _ENOUGH = 20  # measured changes a site, for a verdict
@@ -94,21 +94,23 @@ class Effects(Result):
         """Return the effect at a label of each axis; at the first labels alone, an array."""
         return self.effects[self._index(*(labels if isinstance(labels, tuple) else (labels,)))]
 
-    def _places(self) -> Iterator[tuple[tuple[int, ...], dict[str, Label]]]:
+    def _indexed_labels(self) -> Iterator[tuple[tuple[int, ...], dict[str, Label]]]:
         """Yield the index and the labels of each change, in the order of the arrays."""
         for index in map(tuple, np.argwhere(self._is_change).tolist()):
             pairs = zip(self.labels.items(), index, strict=True)
             yield index, {axis: labels[number] for (axis, labels), number in pairs}
 
-    def _largest(self) -> list[tuple[tuple[int, ...], dict[str, Label]]]:
+    def _by_effect_size(self) -> list[tuple[tuple[int, ...], dict[str, Label]]]:
         """Return the changes by the size of their effect, NaN first."""
         sizes = np.nan_to_num(np.abs(self.effects), nan=np.inf, posinf=np.inf)
-        return sorted(self._places(), key=lambda place: float(sizes[place[0]]), reverse=True)
+        return sorted(
+            self._indexed_labels(), key=lambda place: float(sizes[place[0]]), reverse=True
+        )
 
     def _headings(self) -> list[Heading]:
         return [Heading(axis, "path" if axis == "site" else "text") for axis in self.axes]
 
-    def _between(self) -> str:
+    def _metrics_text(self) -> str:
         clean = "" if self.clean is None else f", clean {measure(self.clean)}"
         return f"metric {measure(self.baseline)} without a change{clean}"
 
@@ -166,7 +168,7 @@ class Sweep(Effects):
     @property
     def rows(self) -> tuple[SweepRow, ...]:
         """The changes, in the order of the arrays."""
-        return tuple([self._row(index, labels) for index, labels in self._places()])
+        return tuple([self._row(index, labels) for index, labels in self._indexed_labels()])
 
     def _row(self, index: tuple[int, ...], labels: dict[str, Label]) -> SweepRow:
         effect, metric = float(self.effects[index]), float(self.values[index])
@@ -187,7 +189,7 @@ class Sweep(Effects):
         ]
 
     def _printout(self) -> Printout:
-        ranked = self._largest()
+        ranked = self._by_effect_size()
         shown = [self._row(index, labels) for index, labels in ranked[:_MOST_ROWS]]
         n_still = int((self.unmoved & self._is_change).sum())
         n_idle = int(((self.effects == 0) & ~self.unmoved).sum())
@@ -199,7 +201,7 @@ class Sweep(Effects):
         ]
         return Printout(
             title=f"{plural(len(ranked), 'change')}",
-            head=f": {self._between()}; {plural(self.forwards, 'forward')}",
+            head=f": {self._metrics_text()}; {plural(self.forwards, 'forward')}",
             headings=[
                 *self._headings(), Heading("metric", "number"), Heading("effect", "number"),
                 Heading("of clean", "number", 1), Heading("", "text"),
@@ -273,7 +275,7 @@ class Attribution(Effects):
         return tuple([verdict.label for verdict in self._verdicts() if not verdict.is_known])
 
     def _verdicts(self) -> list[Verdict]:
-        return verdicts(self.labels[self.axes[0]], self._effects, self.measured)
+        return judge_sites(self.labels[self.axes[0]], self._effects, self.measured)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the axes, the metrics, the estimates and how far they hold, as plain values."""
@@ -288,14 +290,14 @@ class Attribution(Effects):
         return [
             {**labels, "estimate": float(self._effects[index]),
              "measured": float(self.measured[index])}
-            for index, labels in self._places()
+            for index, labels in self._indexed_labels()
         ]  # fmt: skip
 
     def _printout(self) -> Printout:
-        ranked = self._largest()
+        ranked = self._by_effect_size()
         return Printout(
             title=plural(len(ranked), "estimate"),
-            head=f": {self._between()}",
+            head=f": {self._metrics_text()}",
             headings=[
                 *self._headings(), Heading("estimate", "number"), Heading("measured", "number"),
             ],
@@ -306,10 +308,10 @@ class Attribution(Effects):
             ],
             n_rows=len(ranked),
             more="estimates: .effects",
-            notes=self._how_far(),
+            notes=self._trust_notes(),
         )  # fmt: skip
 
-    def _how_far(self) -> list[str]:
+    def _trust_notes(self) -> list[str]:
         """Say how far the estimates can be trusted."""
         n_measured = int((~np.isnan(self.measured)).sum())
         lost = [site for site, scores in self.scores.items() if scores.isnan().any()]

@@ -60,7 +60,7 @@ class TimedCall:
 
 
 @final
-class Running(threading.local):
+class RunningCalls(threading.local):
     """The calls of a line's modules that are under way in a thread, outermost first."""
 
     def __init__(self) -> None:
@@ -102,10 +102,10 @@ class ClockTap(Tap):
         HookSpec("forward", "end", Order.END),
     )
 
-    def __init__(self, passes: Passes, running: Running, stopwatch: Stopwatch) -> None:
+    def __init__(self, passes: Passes, running: RunningCalls, stopwatch: Stopwatch) -> None:
         super().__init__(Site(""), passes, no_callback, Order.RECORD)
         self.takes_blocks = True  # the clock looks at no value
-        self.running: Running = running
+        self.running: RunningCalls = running
         self.stopwatch: Stopwatch = stopwatch
 
     def begin(self, module: nn.Module, args: Any) -> None:

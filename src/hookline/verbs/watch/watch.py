@@ -40,13 +40,13 @@ from hookline.engine.pytree import describe, tree
 from hookline.statistics.mean_and_std import BLOCK_NUMEL, mean_and_std
 from hookline.util.stopwatch import STOPWATCH
 from hookline.verbs.shared.failing_module import find_failing_module
-from hookline.verbs.shared.finalizing_line import VerbLine
-from hookline.verbs.watch.call_times import ClockTap, Running, TimedCall
+from hookline.verbs.shared.finalizing_line import FinalizingLine
+from hookline.verbs.watch.call_times import ClockTap, RunningCalls, TimedCall
 
 
 @final
 @hides("start")
-class Watch(VerbLine[Line]):
+class Watch(FinalizingLine[Line]):
     """A line that prints each module as it runs: a context manager, or ended by `remove()`."""
 
     def __init__(self, line: Line, model: nn.Module, file: TextIO | None) -> None:
@@ -59,13 +59,13 @@ class Watch(VerbLine[Line]):
         self._line.__enter__()
         return self
 
-    def _ending(self, error: BaseException | None) -> None:
+    def _before_removal(self, error: BaseException | None) -> None:
         if error is not None and self._model is not None:
             failing = find_failing_module(self._model, error)
             if failing is not None:
                 self._printer.say(f"!! {failing}, raised {type_and_line(error)}")
 
-    def _ended(self, error: BaseException | None) -> None:
+    def _after_removal(self, error: BaseException | None) -> None:
         self._model = None
 
     def report(self) -> Report:
@@ -101,9 +101,11 @@ class Watch(VerbLine[Line]):
             if site.is_gradient:
                 return _GradientPrinter(printer, site, label_width, optional)
             if site.port == "input":
-                return InBlocks(SplitCallback(printer.enter, _nothing, _see_nothing))
-            compiled = printer.compiled(site, label_width)
-            return InBlocks(SplitCallback(printer.leave(site, label_width), snapshot, compiled))
+                return InBlocks(SplitCallback(printer.note_inputs, _keep_nothing, _print_nothing))
+            compiled = printer.compiled_output_printer(site, label_width)
+            return InBlocks(
+                SplitCallback(printer.output_printer(site, label_width), snapshot, compiled)
+            )
 
         line = self._line
         with line.all_or_nothing() as placements:
@@ -122,9 +124,9 @@ class _Printer:
 
     def __init__(self, file: TextIO | None) -> None:
         self._file = file
-        self.running = Running()
+        self.running = RunningCalls()
 
-    def enter(self, current: Pass, value: Any) -> None:
+    def note_inputs(self, current: Pass, value: Any) -> None:
         """Note the structure of the inputs of the call that has just begun."""
         if self.running.calls:
             call = self.running.calls[-1]
@@ -135,7 +137,7 @@ class _Printer:
                 if tensor.layout is torch.strided and not tensor.is_nested
             )
 
-    def leave(self, site: Site, width: int) -> Any:
+    def output_printer(self, site: Site, width: int) -> Any:
         """Return the callback that prints an output."""
         name = path_text(site.path)
 
@@ -154,7 +156,7 @@ class _Printer:
 
         return callback
 
-    def compiled(self, site: Site, width: int) -> Any:
+    def compiled_output_printer(self, site: Site, width: int) -> Any:
         """Return the callback that prints an output of compiled code, without time or order."""
         label = "  " * (site.path.count(".") + bool(site.path)) + path_text(site.path)
 
@@ -251,11 +253,11 @@ def watch(
     return watching
 
 
-def _nothing(value: Any) -> None:
+def _keep_nothing(value: Any) -> None:
     """Keep nothing of an input in compiled code."""
 
 
-def _see_nothing(current: Pass, value: Any) -> None:
+def _print_nothing(current: Pass, value: Any) -> None:
     """Print nothing of an input of compiled code."""
 
 
