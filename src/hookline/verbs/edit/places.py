@@ -122,7 +122,9 @@ class Places:
         if call is not None:
             bound = self._arguments.bind(call.root, call.args, call.kwargs)
             inputs = call.kwargs or {"": bound} if isinstance(bound, Tensor) else bound
-        number, step = self._next_pass_and_step(chunk, is_prompt=n_cached_tokens(find_cache(inputs)) == 0)
+        number, step = self._next_pass_and_step(
+            chunk, is_prompt=n_cached_tokens(find_cache(inputs)) == 0
+        )
         # Compiled code cannot note which steps and positions have occurred.
         is_chosen = self.steps is None or self.steps.match_step(step)
         if self.at is not None and self.at.counts_from_end and is_chosen and not chunk.is_whole:
