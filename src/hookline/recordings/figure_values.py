@@ -82,7 +82,7 @@ def look_up_main_tensor(source: Source, key: Key, name: str = "") -> Value:
 
 
 def look_up_tensors(source: Source, key: Key) -> list[Value]:
-    """Look up every tensor that is measured of the only value of a site; errors as in `look_up`."""
+    """Look up every tensor that is measured of the only value of a site; errors as above."""
     value, unread = _look_up_value(source, key, "")
     return _make_values(unread, value)
 

@@ -185,7 +185,7 @@ def _reduce_tensor(ask: Collective, tensor: Tensor, op: str) -> Tensor:
 def join_saved_ranks(
     values: Sequence[Any], part_by_id: Mapping[int, Part], dim: int | None, question: str
 ) -> Any:
-    """Join the values of all ranks of an opened recording, as `full` does.
+    """Join the values of all ranks of an opened recording, as `gather_full` does.
 
     `part_by_id` has the tensors that were parts of DTensors, with their layouts, by their `id()`.
     """
@@ -266,7 +266,7 @@ def _dtensor_parts(
 
 
 def reduce_saved_ranks(values: Sequence[Any], op: str, question: str, *, is_sharded: bool) -> Any:
-    """Reduce the values of all ranks of an opened recording, as `reduced` does.
+    """Reduce the values of all ranks of an opened recording, as `reduce_over_ranks` does.
 
     `is_sharded` tells whether the values were shards of DTensors.
     """

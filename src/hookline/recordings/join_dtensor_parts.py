@@ -162,7 +162,7 @@ def join_parts(parts: Sequence[Part], dim: int | None, question: str) -> Tensor:
 def join_each_replica(
     parts: Sequence[Part], merge: Callable[[list[Tensor]], Tensor] | None, question: str
 ) -> list[Tensor]:
-    """Join the parts of all ranks to a whole tensor for each replica, as `join_placed` does.
+    """Join the parts of all ranks to a whole tensor for each replica, as `join_parts` does.
 
     Args:
         parts: the layout and the tensor of each rank.

@@ -199,7 +199,7 @@ class Lookups(Mapping[str, Any]):
         if ranks := self._rank_recordings():
             placed: dict[int, Part] = {}
             read = partial(_load_with_layouts, placed)
-            # A rank outside of the mesh may lack the site. `join_placed` misses a part of the mesh.
+            # A rank outside of the mesh may lack the site. `join_parts` misses a part of the mesh.
             having = [rank._single_value(key, read) for rank in ranks if key in rank]
             values = having if placed else [rank._single_value(key, read) for rank in ranks]
             return join_saved_ranks(values, placed, dim, question)
