@@ -198,7 +198,9 @@ def list_values(recording: Recording) -> list[ValueEntry]:
 
     From a folder, only the manifest and the headers of its files are read.
     """
-    entries = [_unread_entry(recorded, order) for order, recorded in enumerate(walk_values(recording))]
+    entries = [
+        _unread_entry(recorded, order) for order, recorded in enumerate(walk_values(recording))
+    ]
     places = {entry.place: entry for entry in entries}
     return [_with_main_of_value(entry, gradient_partner(places.get, entry)) for entry in entries]
 
