@@ -146,7 +146,7 @@ def _error_text(error: Exception) -> str:
     return type_and_line(error)
 
 
-def gather_full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
+def gather_value(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
     """Gather a value of which each rank has a part. A collective."""
     value, nodes = ask.check_ranks_match(find, compares_copies=True)
     check_equal_leaves(ask.question, ranks_of(ask.group, ask.question), nodes, "number")
@@ -185,7 +185,7 @@ def _reduce_tensor(ask: Collective, tensor: Tensor, op: str) -> Tensor:
 def join_saved_ranks(
     values: Sequence[Any], part_by_id: Mapping[int, Part], dim: int | None, question: str
 ) -> Any:
-    """Join the values of all ranks of an opened recording, as `gather_full` does.
+    """Join the values of all ranks of an opened recording, as `gather_value` does.
 
     `part_by_id` has the tensors that were parts of DTensors, with their layouts, by their `id()`.
     """

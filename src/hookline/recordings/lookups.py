@@ -14,7 +14,7 @@ from hookline.engine.pytree import describe, tree
 from hookline.errors import StructureError
 from hookline.recordings.gather_and_reduce import (
     Collective,
-    gather_full,
+    gather_value,
     join_by_replica,
     join_saved_ranks,
     reduce_over_ranks,
@@ -204,7 +204,7 @@ class Lookups(Mapping[str, Any]):
             values = having if placed else [rank._single_value(key, read) for rank in ranks]
             return join_saved_ranks(values, placed, dim, question)
         ask = Collective(question, self._log.sites, group, timeout)
-        return gather_full(ask, lambda: self._single_value(key, self._log.read_with_dtensors), dim)
+        return gather_value(ask, lambda: self._single_value(key, self._log.read_with_dtensors), dim)
 
     def reduced(
         self, key: Key, op: str = "mean", *, group: Any = None, timeout: float = TIMEOUT_S
