@@ -11,10 +11,10 @@ from hookline.engine.autograd.view_hooks import GradHook, hook_value
 from hookline.engine.compile.compiled_modules import (
     Borders, force_eager, is_compiled, unwrap_compiled,
 )
-from hookline.engine.compile.graph_callback import (
+from hookline.engine.compile.graph_capture import (
     Callback, InBlocks, SplitCallback, bind_own_defaults, graph_snapshot, snapshot,
 )
-from hookline.engine.compile.runs import CompiledRun
+from hookline.engine.compile.compiled_runs import CompiledRun
 from hookline.engine.distributed.parallel_ranks import (
     gather_stacked, reduce_partial, split_parameters, split_ranks,
 )
@@ -23,7 +23,7 @@ from hookline.engine.distributed.rendezvous import (
 )
 from hookline.engine.distributed.whole_weights import gather_last_dim, whole_weights
 from hookline.engine.gradients.port_taps import GradInputTap, GradOutputTap, ParameterTap
-from hookline.engine.gradients.tap import (
+from hookline.engine.gradients.gradient_tap import (
     GradientCallback, GradientTap, NO_BACKWARD, PendingGradient, call_refusing_writes,
 )
 from hookline.engine.line.attachment import AtEnd, Attachment, retry_interrupted
@@ -63,7 +63,7 @@ from hookline.engine.taps.base import (
     no_callback, walked_over,
 )
 from hookline.engine.taps.forward import OutputTap
-from hookline.engine.taps.operations import ModeTap
+from hookline.engine.taps.mode_tap import ModeTap
 from hookline.engine.taps.optimizer_steps import OptimizerSteps, closure_of, parameter_ids
 from hookline.engine.torch_private.autograd import (
     at_end_of_backward, backward_number, hook_gradient, hook_node, outer_backward,
@@ -89,8 +89,8 @@ from hookline.engine.torch_private.graph.nodes import (
     nodes_of_loss, raw_saved_by, rnn_workspace_bytes, running_node, running_node_traceback,
     saved_by,
 )
-from hookline.engine.torch_private.graph.operations import ON_NESTED, OperationCounter
-from hookline.engine.torch_private.graph.shapes_only import (
+from hookline.engine.torch_private.graph.operation_counter import ON_NESTED, OperationCounter
+from hookline.engine.torch_private.graph.fake_model import (
     FakeModel, is_fsdp2, module_flags, why_not_fakeable,
 )
 from hookline.engine.torch_private.hooks import (
@@ -109,7 +109,7 @@ from hookline.util.hidden import hides
 
 # The modules that other rooms import by their own names.
 OPEN = (
-    "autograd.aliases", "autograd.module_backward", "functions", "model_fingerprint", "provenance",
-    "pytree.describe", "pytree.leaves", "pytree.outlines", "pytree.tree",
+    "autograd.aliases", "autograd.module_backward", "function_names", "model_fingerprint",
+    "provenance", "pytree.describe", "pytree.leaves", "pytree.outlines", "pytree.tree",
     "report.known_faults", "report.why_silent", "run_settings", "taps.fast_path",
 )

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 import hookline as hl
 from hookline.engine.compile.compiled_modules import Borders
-from hookline.engine.compile.notes import explain_error
+from hookline.engine.compile.compiler_errors import explain_error
 from hookline.engine.line import compiled as module
 from hookline.engine.line.compiled import stale_forward
 from hookline.engine.selection.site import Site

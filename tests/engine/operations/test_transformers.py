@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import hookline as hl
-from hookline.engine.functions import functions, name_of
+from hookline.engine.function_names import functions, name_of
 from tiny_transformers import tiny
 
 pytest.importorskip("transformers")

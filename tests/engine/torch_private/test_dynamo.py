@@ -17,7 +17,7 @@ import hookline as hl
 from hookline.engine.compile import compiled_modules
 from hookline.engine.torch_private import dynamo as internals
 from hookline.engine.torch_private import hooks
-from hookline.engine.torch_private.graph.stand_ins import note_fake_tensors, take_fake_tensors
+from hookline.engine.torch_private.graph.dynamo_fakes import note_fake_tensors, take_fake_tensors
 from warm import run_python
 
 X = torch.ones(2, 3)

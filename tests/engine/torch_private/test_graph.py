@@ -16,12 +16,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from hookline.engine.torch_private.graph.compilers import (
+from hookline.engine.torch_private.graph.compiler_state import (
     filters_guards,
     has_compiled_backward,
     may_use_cudagraph_memory,
 )
-from hookline.engine.torch_private.graph.formulas import extra_formulas, may_lack_formula
+from hookline.engine.torch_private.graph.fake_model import FakeModel, is_fsdp2, module_flags
+from hookline.engine.torch_private.graph.flop_formulas import extra_formulas, may_lack_formula
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward,
     memory_key_and_size,
@@ -31,8 +32,7 @@ from hookline.engine.torch_private.graph.nodes import (
     raw_saved_by,
     running_node,
 )
-from hookline.engine.torch_private.graph.operations import OperationCounter
-from hookline.engine.torch_private.graph.shapes_only import FakeModel, is_fsdp2, module_flags
+from hookline.engine.torch_private.graph.operation_counter import OperationCounter
 from hookline.errors import ModelError
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import hookline as hl
-from hookline.engine.torch_private.graph.formulas import extra_formulas
+from hookline.engine.torch_private.graph.flop_formulas import extra_formulas
 from zoo import Checkpointed, SmallNet, encoder, rows_net
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
-from hookline.engine.functions import Function, argument_names, functions, name_of
+from hookline.engine.function_names import Function, argument_names, functions, name_of
 
 _PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling, set_stance
 
 from hookline.engine.torch_private.dynamo import may_have_compiled
-from hookline.engine.torch_private.graph.compilers import filters_guards
+from hookline.engine.torch_private.graph.compiler_state import filters_guards
 from hookline.engine.torch_private.modules import children, holds_compiled_call
 from hookline.util.locks import fork_safe_lock
 from hookline.util.optional import imported

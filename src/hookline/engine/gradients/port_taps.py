@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import unserializable_hook
 
 from hookline.engine.autograd import aliases, module_backward
-from hookline.engine.gradients.in_graph import GraphGradientTap
-from hookline.engine.gradients.tap import (
+from hookline.engine.gradients.compiled_tap import GraphGradientTap
+from hookline.engine.gradients.gradient_tap import (
     INSIDE,
     NO_BACKWARD,
     ROOT_INPUTS,

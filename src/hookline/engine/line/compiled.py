@@ -21,9 +21,9 @@ from typing import final
 from torch import nn
 
 from hookline.engine.compile.compiled_modules import Borders, find_compiled, unwrap_compiled
+from hookline.engine.compile.compiled_runs import ActiveTaps, CurrentRun
+from hookline.engine.compile.compiler_errors import explain_error
 from hookline.engine.compile.guards import Marks
-from hookline.engine.compile.notes import explain_error
-from hookline.engine.compile.runs import ActiveTaps, CurrentRun
 from hookline.engine.line.attachment import Attachment
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.selection.module_tree import ModuleNode, ParameterNode

@@ -17,10 +17,10 @@ from torch.jit import ScriptModule
 from torch.optim import Optimizer
 
 from hookline.display.text import type_and_line
-from hookline.engine.compile.graph_callback import Callback, InBlocks, SplitCallback
+from hookline.engine.compile.graph_capture import Callback, InBlocks, SplitCallback
 from hookline.engine.distributed.rendezvous import note_failure
+from hookline.engine.gradients.gradient_tap import GradientCallback
 from hookline.engine.gradients.port_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
-from hookline.engine.gradients.tap import GradientCallback
 from hookline.engine.line.attachment import Attachment, retry_interrupted
 from hookline.engine.line.compiled import Compiled, refuse_in_compiled
 from hookline.engine.line.handle import CallHooks, HookHandle

@@ -23,9 +23,9 @@ from hookline.engine.line.attachment import Attachment, retry_interrupted
 from hookline.engine.operations.mode import OperationMode, drop_leftover_modes, mode_of
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
 from hookline.engine.taps.base import ON_OUTPUT, HookOwner, HookSpec, Order, Tap, walked_over
-from hookline.engine.taps.operations import ModeTap, choose_active_tap
+from hookline.engine.taps.mode_tap import ModeTap, choose_active_tap
 from hookline.engine.torch_private.distributed import is_in_flat_parameter
-from hookline.engine.torch_private.graph.backward_begins import BACKWARD_HOOKS
+from hookline.engine.torch_private.graph.before_backward import BACKWARD_HOOKS
 from hookline.engine.torch_private.hooks import (
     HOOK_DICTS,
     HookDict,

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.engine.passes.modes import has_numbers, innermost
 from hookline.engine.torch_private.distributed import is_dtensor, is_shared_job
-from hookline.engine.torch_private.graph.compilers import may_use_cudagraph_memory
+from hookline.engine.torch_private.graph.compiler_state import may_use_cudagraph_memory
 from hookline.engine.torch_private.modules import own_parameters, tensor_tables
 from hookline.util.weak_map import WeakIdentityMap
 

@@ -35,7 +35,7 @@ from hookline.engine.attention.products import (
     may_make_scores,
     products,
 )
-from hookline.engine.functions import Function, argument_names, functions, name_of
+from hookline.engine.function_names import Function, argument_names, functions, name_of
 from hookline.engine.operations.operation import Operation, traceable
 from hookline.errors import AttachError
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hookline.engine.functions import argument_names, functions, name_of
+from hookline.engine.function_names import argument_names, functions, name_of
 from hookline.engine.operations.own_calls import OwnCalls
 from hookline.engine.torch_private.graph.function_modes import calling_module, pop_if_innermost
 from hookline.util.frames import outward

@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.functions import Function, functions
+from hookline.engine.function_names import Function, functions
 from hookline.engine.operations.attention_parts import (
     MULTIHEAD,
     PARTS,

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from hookline.engine.functions import Function, argument_names
+from hookline.engine.function_names import Function, argument_names
 from hookline.engine.torch_private.graph.function_modes import method_name_for_dynamo
 from hookline.engine.torch_private.hooks import hook_dict
 

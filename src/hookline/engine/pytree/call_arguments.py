@@ -13,7 +13,7 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.functions import ArgumentNames, argument_names
+from hookline.engine.function_names import ArgumentNames, argument_names
 from hookline.engine.torch_private.dynamo import OLD_DYNAMO, while_tracing
 
 

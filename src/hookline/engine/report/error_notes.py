@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from traceback import walk_tb
 
-from hookline.engine.gradients.in_graph import note_compiled_backward
+from hookline.engine.gradients.compiled_tap import note_compiled_backward
 from hookline.engine.taps.base import Tap
 
 

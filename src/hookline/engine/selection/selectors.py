@@ -29,7 +29,7 @@ from hookline.engine.selection.module_tree import (
     module_tree,
     require_model,
 )
-from hookline.engine.selection.operations import operation_names, refuse_exported
+from hookline.engine.selection.operation_names import operation_names, refuse_exported
 from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse, paths_above
 from hookline.engine.selection.suggestions import Query, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, lacks_forward, unwrap

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.compile.graph_callback import (
+from hookline.engine.compile.compiled_runs import CompiledRun
+from hookline.engine.compile.graph_capture import (
     Callback,
     GraphCapture,
     GraphEdit,
@@ -25,7 +26,6 @@ from hookline.engine.compile.graph_callback import (
     SplitCallback,
 )
 from hookline.engine.compile.guards import unmark_copy
-from hookline.engine.compile.runs import CompiledRun
 from hookline.engine.operations.attention_parts import computes_aside
 from hookline.engine.operations.mode import drop_leftover_modes
 from hookline.engine.passes.modes import refuse_tracing

@@ -15,7 +15,7 @@ from typing import Any, final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.compile.graph_callback import Callback
+from hookline.engine.compile.graph_capture import Callback
 from hookline.engine.compile.guards import has_own_forward
 from hookline.engine.operations.mode import PaddedMode
 from hookline.engine.passes.passes import Passes

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.compile.graph_callback import Callback
+from hookline.engine.compile.graph_capture import Callback
 from hookline.engine.passes.passes import Passes
 from hookline.engine.pytree.call_arguments import Arguments
 from hookline.engine.selection.site import Site

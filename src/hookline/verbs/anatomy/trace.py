@@ -23,7 +23,7 @@ from hookline.engine import (
     while_tracing,
     without_function_modes,
 )
-from hookline.engine.functions import functions, name_of
+from hookline.engine.function_names import functions, name_of
 from hookline.engine.pytree import tree
 from hookline.verbs.shared.rerun import copied, version
 from hookline.verbs.shared.run_model import call

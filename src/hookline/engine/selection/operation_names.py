@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from hookline.engine.functions import functions, is_attribute
+from hookline.engine.function_names import functions, is_attribute
 from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.site import glob, path_text

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from hookline.engine.torch_private.graph.formulas import (
+from hookline.engine.torch_private.graph.flop_formulas import (
     PLACE_OF_WORKSPACE,
     extra_formulas,
     may_do_matrix_work,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hookline.engine.functions import (
+from hookline.engine.function_names import (
     argument_names,
     functions,
     is_attribute,

@@ -22,9 +22,9 @@ from hookline.engine.autograd.gradient_operator import (
     outline_with_slots,
     register_receiver,
 )
-from hookline.engine.compile.graph_callback import NO_PASS, GraphCapture, GraphGradient
-from hookline.engine.compile.runs import CompiledRun, run_of
-from hookline.engine.gradients.tap import (
+from hookline.engine.compile.compiled_runs import CompiledRun, run_of
+from hookline.engine.compile.graph_capture import NO_PASS, GraphCapture, GraphGradient
+from hookline.engine.gradients.gradient_tap import (
     NO_BACKWARD,
     Early,
     GradientCallback,
@@ -44,8 +44,8 @@ from hookline.engine.torch_private.dynamo import (
     next_hook_number,
     while_tracing,
 )
-from hookline.engine.torch_private.graph.compilers import has_compiled_backward
-from hookline.engine.torch_private.graph.stand_ins import note_fake_tensors, take_fake_tensors
+from hookline.engine.torch_private.graph.compiler_state import has_compiled_backward
+from hookline.engine.torch_private.graph.dynamo_fakes import note_fake_tensors, take_fake_tensors
 from hookline.errors import AttachError
 
 

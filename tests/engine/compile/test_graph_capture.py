@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from hookline.engine.compile.graph_callback import bind_own_defaults
+from hookline.engine.compile.graph_capture import bind_own_defaults
 
 
 def keyword_only(value, *, k=2):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine.passes.passes import Pass, Switch
-from hookline.engine.torch_private.graph.compilers import may_use_cudagraph_memory
+from hookline.engine.torch_private.graph.compiler_state import may_use_cudagraph_memory
 
 _runs: weakref.WeakValueDictionary[int, CompiledRun] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
