@@ -80,7 +80,7 @@ TESTS_OF = {
     "engine/gradients/port_taps": _DISTRIBUTED,
     "engine/operations/call_list": ("verbs/test_operations.py",),
     "curves/findings": ("findings/test_trainings.py",),
-    "util/locks": ("test_processes.py",),
+    "util/fork_safe_lock": ("test_processes.py",),
     "engine/distributed/rendezvous": ("test_distributed.py", *_RANKS),
     "engine/memory/unversioned": ("test_distributed_values.py",),
     "recordings/target_folder": ("test_processes.py", "test_distributed_folder.py"),

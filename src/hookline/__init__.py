@@ -23,7 +23,7 @@ from hookline.errors import RanksError as RanksError
 from hookline.errors import SelectionError as SelectionError
 from hookline.errors import SiteError as SiteError
 from hookline.errors import StructureError as StructureError
-from hookline.util.late_names import late_names
+from hookline.util.lazy_imports import lazy_getattr
 from hookline.util.version import VERSION
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ _MODULE_OF = {
 __all__ = list(_MODULE_OF)
 __all__ += [name for name in globals() if name.endswith(("Error", "Warning"))]
 
-__getattr__ = late_names(__name__, _MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)
 
 
 def __dir__() -> list[str]:

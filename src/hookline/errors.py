@@ -85,12 +85,12 @@ class NonFiniteError(HooklineError, FloatingPointError):
         return type(self), (str(self), self.finding)
 
 
-def one_of(
+def check_one_of(
     name: str, got: Any, allowed: Collection[Any], fix: str, error: type[Exception] = InputError
 ) -> None:
     """Refuse an argument that is not one of a few values.
 
-    >>> one_of("order", "size", ("difference", "index"), "Write order='index'.")
+    >>> check_one_of("order", "size", ("difference", "index"), "Write order='index'.")
     Traceback (most recent call last):
     hookline.errors.InputError: order must be 'difference' or 'index', got 'size'.
     Write order='index'.
@@ -101,16 +101,16 @@ def one_of(
         raise error(f"{name} must be {wanted}, got {got!r}.\n{fix}")
 
 
-def positive_integer(name: str, got: Any, fix: str, error: type[Exception] = InputError) -> None:
+def check_positive_int(name: str, got: Any, fix: str, error: type[Exception] = InputError) -> None:
     """Refuse an argument that is not a positive integer."""
     if isinstance(got, bool) or not isinstance(got, int) or got < 1:
         raise error(f"{name} must be a positive integer, got {got!r}.\n{fix}")
 
 
-def only_options(verb: str, options: Collection[str], allowed: Collection[str]) -> None:
+def check_option_names(verb: str, options: Collection[str], allowed: Collection[str]) -> None:
     """Refuse keyword arguments that are no options of a verb.
 
-    >>> only_options("sweep", {"row": 4}, ("rows", "to"))
+    >>> check_option_names("sweep", {"row": 4}, ("rows", "to"))
     Traceback (most recent call last):
     TypeError: hl.sweep() got an unexpected keyword argument 'row'.
     Give some of rows=, to=.
@@ -127,13 +127,13 @@ class HooklineWarning(UserWarning):
     """A probable mistake, or something that hookline left out, which raises no error."""
 
 
-def _is_inner(frame: FrameType) -> bool:
+def _is_internal(frame: FrameType) -> bool:
     """Tell whether a frame is of hookline, or of torch, which calls hookline's hooks."""
     name: str = frame.f_globals.get("__name__", "")
     return name.startswith(("hookline.", "torch."))
 
 
-class Place(NamedTuple):
+class UserLine(NamedTuple):
     """A line of a user's source."""
 
     filename: str
@@ -141,22 +141,22 @@ class Place(NamedTuple):
     module: str
 
 
-def caller() -> Place:
+def user_line() -> UserLine:
     """Return the nearest line up the stack that is outside hookline and torch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_inner(frame):
+    while frame.f_back is not None and _is_internal(frame):
         frame = frame.f_back
-    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "?"))
+    return UserLine(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "?"))
 
 
 def warn(message: str) -> None:
     """Emit a HooklineWarning at the nearest line up the stack outside hookline and torch."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _is_inner(frame):
+    while frame.f_back is not None and _is_internal(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, HooklineWarning, stacklevel=level)
 
 
-def warn_at(place: Place, message: str) -> None:
+def warn_at(line: UserLine, message: str) -> None:
     """Emit a HooklineWarning at a line that has already left the stack."""
-    warnings.warn_explicit(message, HooklineWarning, place.filename, place.lineno, place.module)
+    warnings.warn_explicit(message, HooklineWarning, line.filename, line.lineno, line.module)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hookline as hl
 from forks import child
-from hookline.util import locks
+from hookline.util import fork_safe_lock
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),
@@ -114,11 +114,11 @@ def test_a_lock_that_another_thread_held_is_free_in_the_child(model, x):
     plain_lock = threading.RLock()
 
     def hold():
-        for one in (plain_lock, *list(locks._locks)):
+        for one in (plain_lock, *list(fork_safe_lock._locks)):
             one.acquire()
         held.set()
         done.wait()
-        for one in (plain_lock, *list(locks._locks)):
+        for one in (plain_lock, *list(fork_safe_lock._locks)):
             one.release()
 
     def action():
@@ -139,10 +139,10 @@ def test_a_lock_that_another_thread_held_is_free_in_the_child(model, x):
 
 
 def test_a_lock_held_by_the_forking_thread_is_held_in_the_child():
-    with locks.fork_safe_lock() as was_free:
+    with fork_safe_lock.fork_safe_lock() as was_free:
         assert was_free
-        assert child(lambda: [lock.acquire(blocking=False) for lock in locks._locks]) == [
-            True for _ in locks._locks
+        assert child(lambda: [lock.acquire(blocking=False) for lock in fork_safe_lock._locks]) == [
+            True for _ in fork_safe_lock._locks
         ]
 
 

@@ -7,12 +7,12 @@ import os
 import pytest
 
 from hookline.util.local_paths import (
-    absence,
     is_file,
     is_folder,
     is_special,
     names_in,
     printable,
+    why_no_file,
 )
 
 NEVER = ["x" * 300, "x" * 5000 + "/y", "a\0b", "\udcff", "", "no/such", "/dev/null/x"]
@@ -24,7 +24,7 @@ def test_a_name_that_nothing_can_have_is_the_name_of_nothing(tmp_path, name):
     assert not is_file(path)
     assert not is_folder(path)
     assert not is_special(path)
-    assert absence(path) == "is not there"
+    assert why_no_file(path) == "is not there"
 
 
 def test_files_folders_and_pipes_are_told_apart(tmp_path):
@@ -42,8 +42,8 @@ def test_files_folders_and_pipes_are_told_apart(tmp_path):
         "device": (False, False, True),
         "loop": (False, False, False),
     }
-    assert absence(tmp_path) == "is a folder, not a file"
-    assert absence("/dev/zero") == "is a pipe, a socket or a device, not a file"
+    assert why_no_file(tmp_path) == "is a folder, not a file"
+    assert why_no_file("/dev/zero") == "is a pipe, a socket or a device, not a file"
 
 
 def test_names_are_listed_where_that_can_be_done(tmp_path):

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hookline.util.optional import how_to_install, load
+from hookline.util.optional_imports import how_to_install, require
 
 
 def main() -> None:

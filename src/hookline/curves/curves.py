@@ -22,7 +22,7 @@ from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.provenance import Provenance
 from hookline.errors import InputError, NotRecordedError, RanksError
 from hookline.findings.finding import Findings
-from hookline.util.hidden import hides
+from hookline.util.hide_from_dir import hide_from_dir
 
 
 @final
@@ -104,7 +104,7 @@ class Curve:
 
 
 @final
-@hides("reports")
+@hide_from_dir("reports")
 class Curves(Result):
     """The statistics that `hl.monitor` measured, by site and training step.
 

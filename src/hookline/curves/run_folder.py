@@ -39,7 +39,7 @@ from hookline.statistics.covariance import CovarianceStatistic
 from hookline.statistics.histogram import HistogramStatistic
 from hookline.statistics.moments_statistic import MomentsStatistic
 from hookline.statistics.quantiles import QuantilesStatistic
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 FILE = "curves.bin"
 _MAGIC = b"hlcurve1"

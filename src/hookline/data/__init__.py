@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from hookline.util.late_names import late_names
+from hookline.util.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
     from hookline.data.guess_input import guess_input as guess_input
@@ -15,4 +15,4 @@ _MODULE_OF = {
 }
 
 __all__ = list(_MODULE_OF)
-__getattr__ = late_names(__name__, _MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

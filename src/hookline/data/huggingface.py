@@ -18,7 +18,7 @@ from hookline.display.text import listed
 from hookline.errors import InputError
 from hookline.models.packages import import_package, in_short
 from hookline.util.local_paths import is_file
-from hookline.util.optional import imported
+from hookline.util.optional_imports import module_if_imported
 
 _IMAGE = "image"
 _STATE = "state.json"
@@ -111,7 +111,7 @@ class HuggingFaceItems(SingleItems):
 
 def is_huggingface(data: Any) -> bool:
     """Return whether a value is a data set of the package datasets."""
-    datasets = imported("datasets")
+    datasets = module_if_imported("datasets")
     return datasets is not None and isinstance(data, datasets.Dataset)
 
 

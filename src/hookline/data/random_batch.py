@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import InputError, one_of
+from hookline.errors import InputError, check_one_of
 from hookline.models.loaded import Batch, LoadedModel, describe
 from hookline.util.local_paths import printable
 
@@ -50,7 +50,7 @@ def make_random(spec: str, loaded: LoadedModel) -> Batch:
         )
     name = (match[2] or "float32").lower()
     fix = f"Write random:{match[1]}:float32, for instance."
-    one_of(f"the type in {spec!r}", name, _DTYPES, fix)
+    check_one_of(f"the type in {spec!r}", name, _DTYPES, fix)
     shape = [int(size[:_N_DIGITS]) for size in re.split("x", match[1], flags=re.IGNORECASE)]
     if math.prod(shape) > _MAX_ELEMENTS or len(shape) > _MAX_DIMENSIONS:
         raise InputError(

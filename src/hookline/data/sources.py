@@ -25,7 +25,7 @@ from hookline.data.paths import items_of_path, path_of
 from hookline.data.streams import IterableSource
 from hookline.data.texts import tokenizer_of
 from hookline.data.torch_datasets import DatasetItems
-from hookline.errors import InputError, one_of, positive_integer
+from hookline.errors import InputError, check_one_of, check_positive_int
 
 _BATCH_SIZE = 32
 # The options of a user's own DataLoader that are kept, beyond those of `Loading`.
@@ -95,14 +95,14 @@ def source_of(data: Any, loading: Loading) -> DataSource:
 def _check_options(loading: Loading) -> None:
     size: Any = loading.batch_size
     if size is not None:
-        positive_integer("batch_size", size, "Give batch_size=32.")
+        check_positive_int("batch_size", size, "Give batch_size=32.")
     if type(loading.workers) is not int or loading.workers < 0:
         raise InputError(
             f"workers must be an integer >= 0, got {loading.workers!r}."
             "\nGive workers=0 to load in this process."
         )
     fix = "Give 'skip' to leave out items that fail to load, and list them."
-    one_of("on_error", loading.on_error, get_args(OnError), fix)
+    check_one_of("on_error", loading.on_error, get_args(OnError), fix)
 
 
 def _indexed(

@@ -18,7 +18,7 @@ from hookline.data.loading import Refusal, SingleItems, Skip
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, warn
 from hookline.models.packages import in_short
-from hookline.util.optional import imported
+from hookline.util.optional_imports import module_if_imported
 
 KEY = "text"  # of a line of .jsonl, or the column of a table
 _PIECE_BYTES = 8 * 1024**2
@@ -164,7 +164,7 @@ def tokenizer_of(
         )
     if isinstance(tokenize, Tokenizing):
         return tokenize
-    transformers = imported("transformers")  # a tokenizer of it has imported it
+    transformers = module_if_imported("transformers")  # a tokenizer of it has imported it
     if transformers is None or not isinstance(tokenize, transformers.PreTrainedTokenizerBase):
         return Tokenizing(tokenize, {})
     if tokenize.pad_token is None:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal, TextIO, final
 
 from hookline.display.text import escape_html, escape_invisible
-from hookline.util.optional import load
+from hookline.util.optional_imports import require
 
 _TEXT_WIDTH = 80
 _LEAST_WIDTH = 40
@@ -189,8 +189,8 @@ class Result(ABC):
         Raises:
             ModuleNotFoundError: pandas is not installed.
         """
-        error_type = partial(ModuleNotFoundError, name="pandas")
-        pandas = load("pandas", "to_pandas() needs pandas", "Run pip install pandas.", error_type)
+        error = partial(ModuleNotFoundError, name="pandas")
+        pandas = require("pandas", "to_pandas() needs pandas", "Run pip install pandas.", error)
         rows = self._table_rows()
         names = [] if self._row_type is None else [entry.name for entry in fields(self._row_type)]
         return pandas.DataFrame(rows, columns=None if rows else names)

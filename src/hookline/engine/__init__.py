@@ -105,7 +105,7 @@ from hookline.engine.torch_private.modules import (
     PYTHON_NODE, has_forward, holds_compiled_call, is_scripted, is_uncompiled_leaf, own_buffers,
     own_parameters, unwrap,
 )
-from hookline.util.hidden import hides
+from hookline.util.hide_from_dir import hide_from_dir
 
 # The modules that other rooms import by their own names.
 OPEN = (

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple, final
 
 from hookline.errors import FolderError
-from hookline.util.own_handle import OwnHandle
-from hookline.util.own_process import OwnProcess
+from hookline.util.creating_process import CreatingProcess
+from hookline.util.fork_safe_handle import ForkSafeHandle
 
 try:
     import fcntl
@@ -89,8 +89,8 @@ class FolderLock:
         self._folder = folder
         self._shown = place
         self._path = folder / _LOCK
-        self._handle: OwnHandle | None = None
-        self._process = OwnProcess()
+        self._handle: ForkSafeHandle | None = None
+        self._process = CreatingProcess()
 
     def acquire(self) -> None:
         """Lock the folder.
@@ -101,7 +101,7 @@ class FolderLock:
         """
         if fcntl is None:
             return
-        handle = OwnHandle(self._path, os.O_RDWR | os.O_CREAT)
+        handle = ForkSafeHandle(self._path, os.O_RDWR | os.O_CREAT)
         try:
             if self._flock(handle):
                 self._take_over(self._folder / _WRITER)
@@ -118,7 +118,7 @@ class FolderLock:
     def release(self) -> None:
         """End the lock. A forked child, which has closed its copy, leaves it to its parent."""
         handle, self._handle = self._handle, None
-        if handle is None or not self._process.is_here:
+        if handle is None or not self._process.is_current:
             return
         with suppress(OSError):
             os.ftruncate(handle.fileno(), 0)
@@ -128,7 +128,7 @@ class FolderLock:
         """Tell whether the folder still holds the file of the lock."""
         return self._handle is None or not self._handle.is_open or is_at(self._handle, self._path)
 
-    def _give_up(self, handle: OwnHandle) -> None:
+    def _give_up(self, handle: ForkSafeHandle) -> None:
         with suppress(OSError):
             if not handle.is_open:
                 return
@@ -138,7 +138,7 @@ class FolderLock:
                 _unlock(handle)
         handle.close()
 
-    def _flock(self, handle: OwnHandle) -> bool:
+    def _flock(self, handle: ForkSafeHandle) -> bool:
         """Lock `.lock`; return False if the file system has no such locks."""
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,12 +167,12 @@ class FolderLock:
             " it, has ended.\nEnd that process, or give another folder."
         )
 
-    def _create(self) -> OwnHandle:
+    def _create(self) -> ForkSafeHandle:
         """Create `.writer`, which only one process can do."""
         self._path = self._folder / _WRITER
         for _ in range(_MOST_TRIES):
             try:
-                return OwnHandle(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                return ForkSafeHandle(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             except FileExistsError:
                 self._take_over(self._path)
         raise _busy(f"other processes are writing to {self._shown}")
@@ -214,7 +214,7 @@ class FolderLock:
 
 def flock(
     path: Path, stack: ExitStack, *, shared: bool = False, waiting: bool = False
-) -> OwnHandle | None:
+) -> ForkSafeHandle | None:
     """Lock a file or a folder until the stack closes; None if it is locked, or there are no locks.
 
     `shared` lets other shared locks be beside this one. `waiting` waits while it is locked.
@@ -223,7 +223,7 @@ def flock(
         return None
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        handle = OwnHandle(path, os.O_RDONLY)
+        handle = ForkSafeHandle(path, os.O_RDONLY)
     except OSError:
         return None
     stack.callback(handle.close)
@@ -235,13 +235,13 @@ def flock(
     return handle
 
 
-def _unlock(handle: OwnHandle) -> None:
+def _unlock(handle: ForkSafeHandle) -> None:
     """Unlock at once: a child that was just forked may not have closed its copy yet."""
     if handle.is_open:
         fcntl.flock(handle, fcntl.LOCK_UN)
 
 
-def is_at(handle: OwnHandle, path: Path) -> bool:
+def is_at(handle: ForkSafeHandle, path: Path) -> bool:
     """Return whether an open file or folder is still the one at a path."""
     try:
         return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
@@ -253,7 +253,7 @@ def _busy(event: str) -> FolderError:
     return FolderError(f"{event}.\nWait until it has ended, or give another folder.")
 
 
-def _write(handle: OwnHandle) -> None:
+def _write(handle: ForkSafeHandle) -> None:
     owner = _Owner.here()
     with suppress(OSError):  # a full disk: the lock holds without a name
         os.ftruncate(handle.fileno(), 0)

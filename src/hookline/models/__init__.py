@@ -5,7 +5,7 @@ torchvision, timm, transformers and pillow are imported on first use.
 
 from typing import TYPE_CHECKING
 
-from hookline.util.late_names import late_names
+from hookline.util.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
     from hookline.models.demo import load_demo_digits as load_demo_digits
@@ -22,4 +22,4 @@ _MODULE_OF = {
 }
 
 __all__ = list(_MODULE_OF)
-__getattr__ = late_names(__name__, _MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

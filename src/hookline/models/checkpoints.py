@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.errors import HooklineError, ModelError
 from hookline.models.packages import in_short
-from hookline.util.local_paths import absence, is_file, printable
+from hookline.util.local_paths import is_file, printable, why_no_file
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors")
@@ -52,7 +52,7 @@ def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(file).expanduser()
     if not is_file(path):
         raise ModelError(
-            f"the checkpoint {printable(path)} {absence(path)}.\n"
+            f"the checkpoint {printable(path)} {why_no_file(path)}.\n"
             f"Give --weights default, none, or a file ({', '.join(_SUFFIXES)})."
         )
     if path.suffix.lower() not in _SUFFIXES:

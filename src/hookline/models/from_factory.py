@@ -20,7 +20,7 @@ from hookline.errors import ModelError
 from hookline.models.loaded import LoadedModel
 from hookline.models.packages import in_short
 from hookline.models.preprocessing import guess_preprocess
-from hookline.util.local_paths import absence, is_file, names_in, printable
+from hookline.util.local_paths import is_file, names_in, printable, why_no_file
 
 _N_NAMES_LISTED = 8
 
@@ -47,7 +47,7 @@ def load_file_factory(file: str, factory: str) -> LoadedModel:
         files = [name for name in names_in(path.parent) if name.endswith(".py")]
         close = difflib.get_close_matches(path.name, files, n=3, cutoff=0.7)
         hint = f"Did you mean {', '.join(close)}?" if close else "Give the path of a Python file."
-        raise ModelError(f"the file {printable(path)} {absence(path)}.\n{hint}")
+        raise ModelError(f"the file {printable(path)} {why_no_file(path)}.\n{hint}")
     with _importable_from(path.resolve().parent):
         module = _run_file(path)
         return _make(module, str(file), factory)

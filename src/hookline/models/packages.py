@@ -11,7 +11,7 @@ from typing import Any
 
 from hookline.errors import HooklineError, ModelError
 from hookline.models.torchvision_import import import_torchvision
-from hookline.util.optional import how_to_install
+from hookline.util.optional_imports import how_to_install
 
 # The fix that errors give, for the command line and for Python.
 RANDOM = "--weights none for random weights (in Python: load_model(name, weights='none'))"

@@ -7,7 +7,7 @@ from typing import Any, final, overload
 
 from hookline.display.results import Printout, Result
 from hookline.display.text import plural
-from hookline.engine import Pass, Selection, Site, hides
+from hookline.engine import Pass, Selection, Site, hide_from_dir
 from hookline.engine.run_settings import Settings, settings_of
 from hookline.recordings.key_index import Key, Lookup, run_text
 from hookline.recordings.log_entries import Entry
@@ -17,7 +17,7 @@ from hookline.recordings.site_tables import entries_of_pass, pass_printout, site
 
 
 @final
-@hides(
+@hide_from_dir(
     "calls_with_dtensors", "holds_shard", "layouts", "outline", "suggest_one_value",
     "values_by_replica",
 )  # fmt: skip

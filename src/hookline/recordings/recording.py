@@ -26,7 +26,7 @@ from hookline.engine import (
     Site,
     Unversioned,
     has_parts,
-    hides,
+    hide_from_dir,
     is_transformed,
     sites_of_part,
     unwrap,
@@ -51,7 +51,7 @@ from hookline.recordings.stored_values import Stored
 
 
 @final
-@hides(
+@hide_from_dir(
     "begin_pass", "drop_repeats", "finish", "holds_shard", "layouts", "pop_passes", "set_model",
     "suggest_one_value", "values_by_replica",
 )  # fmt: skip

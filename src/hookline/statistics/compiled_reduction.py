@@ -18,7 +18,7 @@ from torch import Tensor
 from hookline.display.text import type_and_line
 from hookline.engine import compile_graph
 from hookline.errors import warn
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 LONGEST = 2**30  # elements: generated code indexes with 32 bits
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
 from hookline.display.text import plural, torch_name
-from hookline.engine import hides
+from hookline.engine import hide_from_dir
 from hookline.errors import StructureError
 from hookline.files.safetensors_file import DTYPES
 from hookline.stores.shard_file import LENGTH, ColumnForm, numpy_dtype, tensor_of
@@ -23,7 +23,7 @@ _MOST_AT_ONCE = 8192  # rows: they may lie in as many files
 
 
 @final
-@hides("array", "rows", "tensor")
+@hide_from_dir("array", "rows", "tensor")
 class Column:
     """The values at one site, row after row, read from disk when they are asked for.
 

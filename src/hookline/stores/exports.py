@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 
 from hookline.display.text import first_line
-from hookline.errors import FolderError, InputError, StructureError, one_of
+from hookline.errors import FolderError, InputError, StructureError, check_one_of
 from hookline.files.place import local_path
 from hookline.stores.column import Column
 from hookline.stores.shard_file import LENGTH, numpy_dtype
-from hookline.util.optional import how_to_install, load
+from hookline.util.optional_imports import how_to_install, require
 
 Format = Literal["parquet", "datasets", "npy", "zarr", "lance"]
 
@@ -52,10 +52,10 @@ class ExportedColumns(NamedTuple):
 def export(source: ExportedColumns, to: str | os.PathLike[str], format: Format) -> Path:
     """Write columns to a new file or folder in another format; `Store.export` says how."""
     fix = "Give one of them: store.export('features.parquet', 'parquet')."
-    one_of("format", format, _FORMATS, fix)
+    check_one_of("format", format, _FORMATS, fix)
     write, packages = _FORMATS[format]
     for module, package, install in packages:
-        load(module, f"{package} must be installed to export to {format}", install, InputError)
+        require(module, f"{package} must be installed to export to {format}", install, InputError)
     path = local_path(to)
     if path.exists():
         raise FolderError(f"{path} must not exist yet to export to it.\nGive a new name.")

@@ -33,7 +33,7 @@ from hookline.stores.shard_file import (
     name_of,
     numpy_dtype,
 )
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 MOST_MAPPED = 16_000  # files
 MOST_DOWNLOADED = 256 * 2**20  # bytes, of a store that is not on this machine

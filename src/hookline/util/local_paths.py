@@ -25,7 +25,7 @@ def is_special(path: str | os.PathLike[str]) -> bool:
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
-def absence(path: str | os.PathLike[str]) -> str:
+def why_no_file(path: str | os.PathLike[str]) -> str:
     """Say why no regular file can be read at a path."""
     if is_folder(path):
         return "is a folder, not a file"

@@ -38,26 +38,26 @@ class Stopwatch(threading.local):
         """Return the seconds so far, without the times that were left out."""
         return self._clock() - self.left_out
 
-    def go_on(self, reading: float) -> None:
+    def resume_from(self, reading: float) -> None:
         """Leave out the time since a reading."""
         self.left_out = self._clock() - reading
 
-    def leave_out(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call_untimed(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function, whose time is left out, and return its result."""
         reading = self.read()
         try:
             return function(*args)
         finally:
-            self.go_on(reading)
+            self.resume_from(reading)
 
 
 # All lines share one stopwatch: the hooks of one line belong to no other line's model times.
 STOPWATCH = Stopwatch()
 
 
-def is_above(key: int, frame: FrameType) -> bool:
+def is_caller(frame_id: int, frame: FrameType) -> bool:
     """Tell whether the frame with this id is among the callers of the given frame."""
     above = frame.f_back
-    while above is not None and id(above) != key:
+    while above is not None and id(above) != frame_id:
         above = above.f_back
     return above is not None

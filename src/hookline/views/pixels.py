@@ -16,7 +16,7 @@ from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 from hookline.display.units import measure
 from hookline.errors import HooklineError
 from hookline.statistics.value_statistics import Array, axis_range_around
-from hookline.util.optional import how_to_install
+from hookline.util.optional_imports import how_to_install
 
 if TYPE_CHECKING:
     from PIL.Image import Image

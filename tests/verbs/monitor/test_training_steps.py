@@ -24,7 +24,7 @@ PASSES = (4, training_steps._MOST_WAITING + 4)
 
 @pytest.fixture(autouse=True)
 def told_locks(monkeypatch):
-    monkeypatch.setattr(locks, "threading", SimpleNamespace(RLock=ToldLock))
+    monkeypatch.setattr(fork_safe_lock, "threading", SimpleNamespace(RLock=ToldLock))
 
 
 def test_a_new_optimizer_is_looked_at_between_steps():

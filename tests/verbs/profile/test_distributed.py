@@ -104,7 +104,7 @@ def test_collectives_of_fsdp2_are_in_no_module(rank, folder):
         for name, seconds in (("wait_for_unshard", 1), ("post_backward", 100)):
             patch.setattr(FSDPParamGroup, name, slow(name, seconds))
         prof = profiled(model, half(images(), rank))
-    stopwatch.STOPWATCH.go_on(time.perf_counter())
+    stopwatch.STOPWATCH.resume_from(time.perf_counter())
     assert counts["wait_for_unshard"] >= 4
     assert counts["post_backward"] >= 4
     assert {row.path: row.time for row in prof.rows if row.time.all} == {}

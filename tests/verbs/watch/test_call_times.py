@@ -236,7 +236,7 @@ def test_each_thread_has_a_stopwatch_of_its_own(hand):
     found = []
 
     def other():
-        stopwatch.go_on(stopwatch.read() - 2)
+        stopwatch.resume_from(stopwatch.read() - 2)
         found.append(stopwatch.read())
 
     thread = threading.Thread(target=other)

@@ -33,7 +33,7 @@ from hookline.engine.torch_private.dynamo import (
 from hookline.engine.torch_private.graph.checkpoint import is_resaving_tensors
 from hookline.engine.torch_private.graph.dispatch import jagged_from_parts, jagged_parts
 from hookline.errors import AttachError
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 # The receivers of gradients, by number. A graph holds the number as a tensor, so that a new number
 # triggers no recompilation.

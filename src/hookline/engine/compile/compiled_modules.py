@@ -17,8 +17,8 @@ from torch.compiler import is_dynamo_compiling, set_stance
 from hookline.engine.torch_private.dynamo import may_have_compiled
 from hookline.engine.torch_private.graph.compiler_state import filters_guards
 from hookline.engine.torch_private.modules import children, holds_compiled_call
-from hookline.util.locks import fork_safe_lock
-from hookline.util.optional import imported
+from hookline.util.fork_safe_lock import fork_safe_lock
+from hookline.util.optional_imports import module_if_imported
 from hookline.util.weak_map import WeakIdentityMap
 
 
@@ -137,7 +137,7 @@ def find_compiled(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
 
 def unwrap_compiled(module: nn.Module) -> nn.Module:
     """Return the module inside `torch.compile(module)`; return any other module unchanged."""
-    loaded = imported("torch._dynamo")
+    loaded = module_if_imported("torch._dynamo")
     while loaded is not None and isinstance(module, loaded.OptimizedModule):
         module = module._orig_mod
     return module

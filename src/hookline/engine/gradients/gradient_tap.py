@@ -163,7 +163,7 @@ class GradientTap(Tap):
         else:
             hook = GradHook(self.arrive, first, pending, slot)
         if STOPWATCH.readers and self.rank >= Order.GRAD_READ:  # what only looks is not the model's
-            return GradHook(STOPWATCH.leave_out, hook)
+            return GradHook(STOPWATCH.call_untimed, hook)
         return hook
 
     def _put(

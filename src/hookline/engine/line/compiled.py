@@ -38,7 +38,7 @@ from hookline.engine.torch_private.dynamo import (
     while_tracing,
 )
 from hookline.errors import AttachError
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.util.weak_map import WeakIdentityMap
 
 # Models that contain compiled code without a border.

@@ -46,9 +46,9 @@ from hookline.engine.taps.base import GRADIENT_ORDERS, Order, RootTap, Tap
 from hookline.engine.taps.fast_path import FastPaths
 from hookline.engine.taps.forward import InputTap, OutputTap
 from hookline.engine.torch_private.modules import is_scripted
-from hookline.errors import AttachError, Place, RanksError, caller, warn, warn_at
-from hookline.util.hidden import hides
-from hookline.util.locks import fork_safe_lock
+from hookline.errors import AttachError, RanksError, UserLine, user_line, warn, warn_at
+from hookline.util.fork_safe_lock import fork_safe_lock
+from hookline.util.hide_from_dir import hide_from_dir
 
 Bound = Callback | SplitCallback | InBlocks | Tap | GradientCallback
 
@@ -69,7 +69,7 @@ class LineOptions:
     remark: Callable[[], str | None] | None = None
 
 
-@hides(
+@hide_from_dir(
     "all_or_nothing", "attached", "fast_paths", "hooking", "is_everywhere", "keep", "module_tree",
     "nodes", "options", "originals", "passes", "place", "root", "select", "tap", "taps",
 )  # fmt: skip
@@ -145,7 +145,7 @@ class Line:
         self._last: Report | None = None
         # Nobody could end a line that is no longer referenced, so its finalizer ends it.
         parts = self.attached, self.passes
-        self._drop = weakref.finalize(self, _dropped, name, caller(), *parts)
+        self._drop = weakref.finalize(self, _dropped, name, user_line(), *parts)
         self._drop.atexit = False
         self.passes.belong_here()  # last: after this the line must be ended
 
@@ -465,7 +465,7 @@ def _remove_all(attached: list[Attachment], passes: Passes) -> None:
     forget_checkpoints(passes)
 
 
-def _dropped(name: str, made_at: Place, attached: list[Attachment], passes: Passes) -> None:
+def _dropped(name: str, made_at: UserLine, attached: list[Attachment], passes: Passes) -> None:
     """End a line that nobody references; warn at the place that made the line, if it had hooks."""
     had_hooks = any(attachment.has_hooks for attachment in attached)
     _remove_all(attached, passes)

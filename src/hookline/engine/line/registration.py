@@ -36,8 +36,8 @@ from hookline.engine.torch_private.hooks import (
     tensor_hook_dict,
 )
 from hookline.errors import AttachError
-from hookline.util.garbage import without_collections
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
+from hookline.util.without_gc import without_gc
 
 Hook = Callable[..., Any]
 Node = ModuleNode | ParameterNode | Optimizer
@@ -86,7 +86,7 @@ class Registrations(Attachment):
         Raises:
             AttachError: torch would accept a hook and never call it.
         """
-        with _lock, without_collections(), self._updating():
+        with _lock, without_gc(), self._updating():
             self._place_all(taps, prepend=prepend)
 
     def _place_all(self, taps: Iterable[tuple[HookOwner, Node]], *, prepend: bool) -> None:

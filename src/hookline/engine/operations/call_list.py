@@ -88,7 +88,7 @@ def _place(frame: FrameType) -> tuple[str, int]:
     """Return the file and line of a call in the user's code; in torch's, if that alone calls."""
     first = frame.f_code.co_filename, frame.f_lineno
     _, _, outermost = calling_module(frame)
-    for at in takewhile(lambda at: at is not outermost, outward(frame)):
+    for at in takewhile(lambda at: at is not outermost, walk_stack(frame)):
         place = at.f_code.co_filename, at.f_lineno
         if not place[0].startswith(_TORCH):
             return place

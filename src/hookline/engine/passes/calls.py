@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import CodeType, FrameType
 from typing import final
 
-from hookline.util.frames import outward
+from hookline.util.walk_stack import walk_stack
 
 
 @final
@@ -56,7 +56,7 @@ class Calls(list[tuple[int, CodeType, int | None]]):
         """
         if not self:
             return 0
-        stack = {id(each): each for each in outward(frame)}
+        stack = {id(each): each for each in walk_stack(frame)}
         before = len(self)
         while self and not _is_under_way(self[-1], stack):
             self.pop()

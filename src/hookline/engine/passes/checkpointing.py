@@ -21,7 +21,7 @@ from hookline.engine.passes.passes import THREAD, Pass, Passes, substitute_passe
 from hookline.engine.pytree import tree
 from hookline.engine.torch_private.graph.checkpoint import CheckpointPatch, outside_checkpoint
 from hookline.errors import AttachError
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 # The number of elements, and of partial sums, kept of a changed value for the comparison.
 _N_SAMPLES = 64

@@ -32,7 +32,7 @@ from hookline.engine.distributed.rendezvous import note_failure
 from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.modes import Mode, is_transformed, mode_now
 from hookline.engine.torch_private.autograd import backward_number
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 # The passes of the lines made in this context, and of some that have ended. A tuple, since contexts
 # share it. The end of a line does not set it: that may be in a finalizer, and Python 3.11 frees

@@ -12,7 +12,7 @@ from functools import cache
 from typing import final
 
 from hookline.errors import warn
-from hookline.util.optional import imported
+from hookline.util.optional_imports import module_if_imported
 
 
 @final
@@ -53,7 +53,7 @@ KNOWN_FAULTS = (
 def known_faults_here() -> Iterator[tuple[KnownFault, str]]:
     """Yield the faults of the packages that are imported, each with the package's version."""
     for fault in KNOWN_FAULTS:
-        version = getattr(imported(fault.package), "__version__", None)
+        version = getattr(module_if_imported(fault.package), "__version__", None)
         if version is not None and fault.holds_for(str(version)):
             yield fault, str(version)
 

@@ -29,7 +29,7 @@ from hookline.engine.torch_private.modules import (
     value_address,
 )
 from hookline.errors import warn
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 Node = ModuleNode | ParameterNode
 

@@ -34,7 +34,7 @@ from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, pa
 from hookline.engine.selection.suggestions import Query, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, lacks_forward, unwrap
 from hookline.errors import SelectionError
-from hookline.util.hidden import hides
+from hookline.util.hide_from_dir import hide_from_dir
 
 # str | Site | re.Pattern | type | Module | Tensor | predicate | Selection | list | None
 Selector = Any
@@ -62,7 +62,7 @@ def _in_order(pairs: Iterable[SitedNode]) -> list[SitedNode]:
 
 
 @final
-@hides("places")
+@hide_from_dir("places")
 class Selection(Result):
     """The sites that a selector matches in one model, in registration order.
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import AttachError
-from hookline.util.frames import outward
-from hookline.util.optional import imported
+from hookline.util.optional_imports import module_if_imported
+from hookline.util.walk_stack import walk_stack
 from hookline.util.weak_map import WeakIdentityMap
 
 # Dynamo before torch 2.13 has few ids in a graph, and calls the tensor hooks in a graph in reverse
@@ -41,7 +41,7 @@ class TracingAttachError(AttachError, AssertionError):
 
 def dynamo_config() -> Any:
     """Return dynamo's settings; None until dynamo is loaded, so that nothing is compiled."""
-    return getattr(imported("torch._dynamo"), "config", None)
+    return getattr(module_if_imported("torch._dynamo"), "config", None)
 
 
 def may_have_compiled() -> bool:
@@ -251,7 +251,7 @@ def _interpreters_and_nodes() -> Iterator[tuple[Any, Any]]:
     Interpreters outside dynamo are the user's own.
     """
     last = None
-    for frame in outward(sys._getframe(1)):
+    for frame in walk_stack(sys._getframe(1)):
         if frame.f_globals.get("__name__") == _DYNAMO:
             return
         if frame.f_code.co_name == "run_node" and "n" in frame.f_locals:

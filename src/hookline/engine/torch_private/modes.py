@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.util.frames import outward
+from hookline.util.walk_stack import walk_stack
 
 # Bound once, because they are called in every pass.
 _is_exporting = torch.compiler.is_exporting
@@ -78,7 +78,7 @@ def _fx_traces_in_thread(symbolic: object) -> bool:
     Up to torch 2.13 all threads share its flag, which is set while another thread compiles.
     """
     file = getattr(symbolic, "__file__", None)
-    codes = (frame.f_code for frame in outward(sys._getframe(1)))
+    codes = (frame.f_code for frame in walk_stack(sys._getframe(1)))
     return any(code.co_name == "trace" and code.co_filename == file for code in codes)
 
 

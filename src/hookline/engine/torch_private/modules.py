@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 
-from hookline.util.frames import outward
+from hookline.util.walk_stack import walk_stack
 
 # Wrappers that add a segment to every path below them, by the name of their module and class.
 # Importing `torch._dynamo` or `torch.distributed` to compare classes would cost a second.
@@ -111,7 +111,7 @@ def table_holder(module: nn.Module, name: str) -> dict[str, Any]:
 
 def in_functional_call() -> bool:
     """Tell whether `torch.func.functional_call` has put other parameters into a model for now."""
-    return any(frame.f_code is _FUNCTIONAL for frame in outward(sys._getframe(1)))
+    return any(frame.f_code is _FUNCTIONAL for frame in walk_stack(sys._getframe(1)))
 
 
 _FUNCTIONAL = stateless._functional_call.__code__

@@ -35,7 +35,7 @@ from hookline.engine import (
 )
 from hookline.engine.taps.fast_path import REMEDY, is_fused
 from hookline.errors import SelectionError
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 Matcher = Callable[[nn.Module], bool]
 
@@ -306,7 +306,7 @@ class _EventDispatcher:
         return changed
 
 
-@hides("hook_everywhere")
+@hide_from_dir("hook_everywhere")
 class EverywhereHooks(Line):
     """The part of a raw line that registers hooks everywhere."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookline.engine import HookHandle, HookSpec, Selector, Site, parameter_ids
-from hookline.errors import AttachError, one_of
+from hookline.errors import AttachError, check_one_of
 from hookline.verbs.attach import check_returns
 from hookline.verbs.attach.on_modules import ModuleHooks, check_callable
 from hookline.verbs.attach.raw_taps import EventTap
@@ -47,7 +47,7 @@ class EventHooks(ModuleHooks):
         """
         check_callable("registered", hook)
         kinds = {"parameter": nn.Parameter, "buffer": Tensor, "module": nn.Module}
-        one_of("kind", kind, kinds, "Write line.registered('parameter', fn).", AttachError)
+        check_one_of("kind", kind, kinds, "Write line.registered('parameter', fn).", AttachError)
         root = self.root
         if root is None and not self.is_everywhere:
             raise AttachError(

@@ -22,7 +22,7 @@ from hookline.engine import (
     path_text,
 )
 from hookline.errors import AttachError, SelectionError
-from hookline.util.hidden import hides
+from hookline.util.hide_from_dir import hide_from_dir
 from hookline.verbs.attach import check_returns
 from hookline.verbs.attach.everywhere import EverywhereHooks
 from hookline.verbs.attach.on_modules import check_callable
@@ -31,7 +31,7 @@ from hookline.verbs.attach.raw_taps import EventTap
 Hook = Callable[..., Any]
 
 
-@hides("hook_accumulated")
+@hide_from_dir("hook_accumulated")
 class TensorHooks(EverywhereHooks):
     """The part of a raw line that registers hooks on parameters and tensors."""
 

@@ -31,7 +31,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree.describe import in_full, in_words
 from hookline.errors import AttachError, StructureError
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 _lock = fork_safe_lock()
 

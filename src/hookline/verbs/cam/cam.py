@@ -17,7 +17,7 @@ from hookline.errors import (
     AttachError,
     InputError,
     SelectionError,
-    positive_integer,
+    check_positive_int,
     warn,
 )
 from hookline.recordings import Recording

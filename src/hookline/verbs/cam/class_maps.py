@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 from hookline.display.text import escape_html, listed, plural
 from hookline.engine.pytree import describe
 from hookline.errors import HooklineError, InputError, warn
-from hookline.util.optional import how_to_install, load
+from hookline.util.optional_imports import how_to_install, require
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -153,7 +153,7 @@ class ClassMaps:
     def _side_by_side(self, image: Any, alpha: float) -> Any:
         """Put the overlays side by side, eight in a row, with small ones enlarged."""
         needs = "writing a picture needs pillow", how_to_install("plots")
-        pillow = load("PIL.Image", *needs, HooklineError)
+        pillow = require("PIL.Image", *needs, HooklineError)
         overlays = [
             pillow.fromarray(overlay.repeat(k, 0).repeat(k, 1))
             for overlay in self.overlay(image, alpha)

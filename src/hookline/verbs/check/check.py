@@ -46,7 +46,7 @@ from hookline.verbs.shared.finalizing_line import FinalizingLine
 
 
 @final
-@hides("start")
+@hide_from_dir("start")
 class CheckLine(FinalizingLine[Line]):
     """A line that checks: a context manager, or ended by `remove()`.
 

@@ -14,7 +14,7 @@ from hookline.engine.pytree import tree
 from hookline.errors import AttachError, warn
 from hookline.statistics.channel_dim import channel_dim
 from hookline.statistics.finiteness import is_measurable, plain_numbers
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.verbs.check.finding import CheckFinding
 
 CHOICES = ("magnitude", "dead", "constant", "shapes", "missing_grad")

@@ -43,7 +43,7 @@ from hookline.verbs.shared.finalizing_line import FinalizingLine
 
 
 @final
-@hides("start")
+@hide_from_dir("start")
 class ClipLine(FinalizingLine[RawLine]):
     """A line that clips: a context manager, or ended by `remove()`. `report()` counts the clips."""
 

@@ -27,7 +27,7 @@ from hookline.engine import (
     say_by_rank,
 )
 from hookline.errors import AttachError, RanksError, warn
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 
 class _Accumulated(dict[int, Tensor]):

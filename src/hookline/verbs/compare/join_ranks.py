@@ -11,7 +11,7 @@ from torch import Tensor
 from hookline.display.text import first_line, plural
 from hookline.engine import ROOT, Site, glob, path_text, say_by_rank
 from hookline.engine.pytree import tree
-from hookline.errors import AmbiguousError, HooklineError, InputError, one_of
+from hookline.errors import AmbiguousError, HooklineError, InputError, check_one_of
 from hookline.recordings import Recording
 from hookline.recordings.figure_values import RecordedValue
 from hookline.recordings.gather_and_reduce import OPS
@@ -97,7 +97,7 @@ def check_dims(dims: Any) -> None:
             )
     for dim in dims.values() if isinstance(dims, Mapping) else [dims]:
         if isinstance(dim, str):
-            one_of("dims", dim, OPS, 'Give a dimension, or "sum" of partial sums.')
+            check_one_of("dims", dim, OPS, 'Give a dimension, or "sum" of partial sums.')
         elif dim is not None and type(dim) is not int:
             raise InputError(
                 f"dims must be a dimension, a reduction or a dict of these, got {dim!r:.80}."

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import same_draws
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.verbs.edit.directions import project_out, steer
 from hookline.verbs.edit.operands import Edit, Operand, explain_errors
 from hookline.verbs.edit.patches import patch

@@ -226,7 +226,7 @@ def _check_engine(engine: Any, ranks: Ranks, setup: Setup) -> None:
             shards the model.
     """
     fix = "Leave it out to run in this process, or on the ranks of its process group."
-    one_of("engine", engine, ("ray", None), fix)
+    check_one_of("engine", engine, ("ray", None), fix)
     if engine == "ray" and ranks.n > 1:
         raise InputError(
             f"engine must be None in a process group, got 'ray' on {ranks.n} ranks."

@@ -29,7 +29,7 @@ from hookline.models.torchvision_import import import_torchvision
 from hookline.stores.first_batch import difference
 from hookline.stores.job import Job, environment
 from hookline.stores.shard_file import Shard
-from hookline.util.optional import how_to_install, load
+from hookline.util.optional_imports import how_to_install, require
 from hookline.verbs.extract.collective_steps import PATIENCE_S
 from hookline.verbs.extract.engines import read_foreign_shard, write_shards
 from hookline.verbs.extract.process_setup import Setup
@@ -339,7 +339,7 @@ def _import_ray() -> Any:
     """
     variables = dict(os.environ)
     try:
-        return load("ray", "engine='ray' needs ray", how_to_install("ray"), HooklineError)
+        return require("ray", "engine='ray' needs ray", how_to_install("ray"), HooklineError)
     finally:
         _restore_environ(variables)  # Ray sets one when it is imported
 

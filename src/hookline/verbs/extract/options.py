@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from hookline.engine.pytree import describe
-from hookline.errors import InputError, only_options, positive_integer
+from hookline.errors import InputError, check_option_names, check_positive_int
 
 
 class Extracting(TypedDict, total=False):
@@ -51,7 +51,7 @@ def check_options(options: Extracting) -> None:
     Raises:
         TypeError: there is no such option. InputError: one has another type, or is too small.
     """
-    only_options("extract", options, Extracting.__annotations__)
+    check_option_names("extract", options, Extracting.__annotations__)
     mask, inputs, n_bytes = options.get("mask"), options.get("inputs"), options.get("shard_bytes")
     if not (mask is None or isinstance(mask, str) or callable(mask)):
         raise InputError(
@@ -65,7 +65,7 @@ def check_options(options: Extracting) -> None:
         )
     if "shard_bytes" in options:
         fix = "Leave it out, or give shard_bytes=32 * 1024**2."
-        positive_integer("shard_bytes", n_bytes, fix)
+        check_positive_int("shard_bytes", n_bytes, fix)
     if not isinstance(options.get("eval", True), bool):
         raise InputError(
             f"eval must be True or False, got {options['eval']!r}."

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookline.engine import PORTS, Line, ParameterNode, Selection, Selector, Site
 from hookline.engine.pytree import describe
-from hookline.errors import AttachError, SelectionError, positive_integer
+from hookline.errors import AttachError, SelectionError, check_positive_int
 from hookline.statistics import Statistic, stats
 from hookline.verbs.monitor.parameters import KINDS
 
@@ -36,7 +36,7 @@ def checked_every(every: Any) -> int:
         AttachError: it is not a positive integer.
     """
     fix = "Give every=1 to report each step, or every=100."
-    positive_integer("every=", every, fix, AttachError)
+    check_positive_int("every=", every, fix, AttachError)
     return int(every)
 
 

@@ -13,7 +13,7 @@ from hookline.curves import Reports, StepReport
 from hookline.display.text import plural, type_and_line
 from hookline.engine.model_fingerprint import recorded_model
 from hookline.errors import FolderError, HooklineWarning, warn
-from hookline.util.own_process import OwnProcess
+from hookline.util.creating_process import CreatingProcess
 from hookline.verbs.monitor.sinks import ReportWriter, name_of, writers_for
 from hookline.verbs.monitor.sinks.files import RunWriter
 
@@ -50,7 +50,7 @@ class Reporting:
     def add(self, report: StepReport) -> None:
         """Keep and write the report of a step."""
         self.reports.add(report)
-        if self._process.is_here:
+        if self._process.is_current:
             for writer in self._writers:  # all of them first: Ctrl-C may come while one writes
                 writer.enqueue(report)
             for writer in self._writers:
@@ -67,7 +67,7 @@ class Reporting:
     def close(self) -> None:
         """Write what could not be written before, and close the writers."""
         self.reports.has_ended = True
-        if self._process.is_here:
+        if self._process.is_current:
             with contextlib.ExitStack() as stack:  # one that raises does not keep others open
                 for writer in reversed(self._writers):
                     stack.callback(writer.close)

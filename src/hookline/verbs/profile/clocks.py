@@ -86,7 +86,7 @@ class WallClock:
 
     def resume(self) -> float:
         """Let the clock go on and return the mark."""
-        STOPWATCH.go_on(self._reading)
+        STOPWATCH.resume_from(self._reading)
         left_out = STOPWATCH.left_out
         self.overhead += left_out - self._left_out
         self._left_out = left_out
@@ -107,7 +107,7 @@ class WallClock:
         if self._collecting is not None:
             reading, left_out = self._collecting
             self._collecting = None
-            STOPWATCH.go_on(reading)
+            STOPWATCH.resume_from(reading)
             seconds = STOPWATCH.left_out - left_out
             self.garbage += seconds
             if threading.get_ident() == self._thread:
@@ -158,7 +158,7 @@ class EventClock:
         if len(self._waiting) >= _MANY and self._waiting[-1][3].query():
             self._read()
         mark = self._record()
-        STOPWATCH.go_on(self._reading)
+        STOPWATCH.resume_from(self._reading)
         self.overhead += time.perf_counter() - self._host
         self._collected.clear()
         self._is_running = True

@@ -18,7 +18,7 @@ from hookline.engine import (
     Line,
     ModuleNode,
     Site,
-    hides,
+    hide_from_dir,
     holds_compiled_call,
     is_compiled,
     is_fsdp2,
@@ -61,7 +61,7 @@ from hookline.verbs.summary import Summary, describe_modules
 
 
 @final
-@hides("calls", "start")
+@hide_from_dir("calls", "start")
 class Profile(FinalizingLine[Line], Result):
     """The line of `hl.profile`, with the time, FLOPs and memory of each module.
 

@@ -26,7 +26,7 @@ from hookline.engine import (
     prehook_node,
     why_not_fakeable,
 )
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.util.stopwatch import STOPWATCH
 from hookline.verbs.shared.rerun import Autocast, current_autocast
 

@@ -10,7 +10,7 @@ from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import plural
 from hookline.display.units import count, duration, share, size
 from hookline.engine import path_text
-from hookline.errors import InputError, SelectionError, one_of, positive_integer
+from hookline.errors import InputError, SelectionError, check_one_of, check_positive_int
 from hookline.verbs.profile.call_tree import PHASES
 from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row, plain_values
 from hookline.verbs.summary import indented_name
@@ -113,8 +113,8 @@ class ProfileTable(Result):
         Raises:
             InputError: `by` is none of these, or `n` is not a positive integer.
         """
-        one_of("by", by, ORDERS, 'Write prof.top(10, by="self").')
-        positive_integer("n", n, "Write prof.top(10).")
+        check_one_of("by", by, ORDERS, 'Write prof.top(10, by="self").')
+        check_positive_int("n", n, "Write prof.top(10).")
         rows = sorted(self.rows, key=ORDERS[by], reverse=True)[:n]
         return replace(self, rows=rows, is_sorted=True)
 

@@ -28,7 +28,7 @@ from hookline.engine import (
     no_callback,
     parameter_ids,
 )
-from hookline.util.optional import imported
+from hookline.util.optional_imports import module_if_imported
 from hookline.verbs.profile.call_tree import Context
 from hookline.verbs.profile.clocks import Clock
 from hookline.verbs.profile.run_kinds import RunKinds
@@ -212,7 +212,7 @@ class CompiledRegions:
         self._ledger = ledger
         self._passes = passes
         self._paths = paths
-        self._borders = Borders(self) if imported("torch._dynamo") is not None else None
+        self._borders = Borders(self) if module_if_imported("torch._dynamo") is not None else None
 
     def open(self, compiled: list[nn.Module]) -> None:
         """Begin to watch the modules that hold their compiled call, and all others."""

@@ -30,7 +30,7 @@ from hookline.engine import (
     rnn_workspace_bytes,
 )
 from hookline.engine.pytree import tree
-from hookline.util.stopwatch import is_above
+from hookline.util.stopwatch import is_caller
 from hookline.verbs.profile.call_tree import (
     BACKWARD,
     CALLS,
@@ -221,7 +221,7 @@ class Lane:
 
     def _end_interrupted(self, frame: FrameType) -> None:
         """End the calls that Ctrl-C has ended: torch calls no hook then."""
-        while self.calls and not is_above(self.calls[-1].key, frame):
+        while self.calls and not is_caller(self.calls[-1].key, frame):
             call = self.calls.pop()
             self.account = call.before
             self._note_failure(call)

@@ -27,7 +27,7 @@ from hookline.engine import (
     tensor_holder,
 )
 from hookline.engine.pytree import describe, tree
-from hookline.errors import AttachError, SiteError, StructureError, only_options
+from hookline.errors import AttachError, SiteError, StructureError, check_option_names
 from hookline.recordings import StampWithCopies, UndetectableStamp, stamp
 from hookline.verbs.record.float32_reductions import call_in_float32
 
@@ -65,7 +65,7 @@ def checked(verb: str, options: Keep) -> Keep:
         TypeError: an option is unknown.
         AttachError: copy, detach, keep, dtype or device is invalid.
     """
-    only_options(verb, options, Keep.__annotations__)
+    check_option_names(verb, options, Keep.__annotations__)
     copy, detach, keep = options.get("copy"), options.get("detach", True), options.get("keep")
     if copy is not None and not isinstance(copy, bool):
         raise AttachError(

@@ -27,7 +27,7 @@ from hookline.stores import Store, open_store
 from hookline.stores.batch_columns import Offload, columns_of
 from hookline.stores.job import LOOP, SHARD_BYTES, Job, batches_per_shard, made_here, write_manifest
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard, Writer
-from hookline.util.own_process import OwnProcess
+from hookline.util.creating_process import CreatingProcess
 from hookline.verbs.record.keep import Keep
 from hookline.verbs.shared.finalizing_line import FinalizingLine
 
@@ -97,7 +97,7 @@ class StoreSink:
         self._offload = Offload(next((parameter.device for parameter in model.parameters()), _CPU))
         self._job = _job_of(model, recording, options)
         self._is_open = True
-        self._process = OwnProcess()
+        self._process = CreatingProcess()
         self._has_told = False
         with ExitStack() as stack:
             _check_empty(place)
@@ -109,7 +109,7 @@ class StoreSink:
     def begin_pass(self, current: Pass) -> None:
         """Write the passes before this one, because their gradients have arrived by now."""
         passes = self._recording.pop_passes()
-        if self._process.is_here:
+        if self._process.is_current:
             self._write_passes(passes)
         else:
             self._warn_of_fork()
@@ -121,7 +121,7 @@ class StoreSink:
             return
         self._is_open = False
         self._recording.finish(report)
-        if not self._process.is_here:
+        if not self._process.is_current:
             return
         problem = None
         with self._open:

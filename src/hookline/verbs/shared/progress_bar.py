@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from hookline.util.kept_random import kept_random
+from hookline.util.preserve_rng import preserve_python_rng
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -18,7 +18,7 @@ def progress_bar(*, shown: bool) -> Progress:
         shown: whether to show the bar, where stderr is a terminal.
     """
     # Imported on use: rich takes a fiftieth of the time of torch, and draws a random number.
-    with kept_random():
+    with preserve_python_rng():
         from rich.console import Console
         from rich.progress import (
             BarColumn,

@@ -33,7 +33,7 @@ from hookline.engine import (
 from hookline.engine.pytree import tree
 from hookline.errors import InputError
 from hookline.statistics.finiteness import Measure, is_measurable, plain_numbers, probe_sum
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 # -- random numbers and autocast -----------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from hookline.engine import Selector, module_tree
-from hookline.errors import InputError, only_options, positive_integer
+from hookline.errors import InputError, check_option_names, check_positive_int
 from hookline.statistics.site_dict import SiteDict
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
 from hookline.verbs.shared.run_model import Inputs, call
@@ -120,7 +120,7 @@ def attribute(
     """
     check_callable(metric)
     each = check_each(each)
-    only_options("attribute", options, AttributeOptions.__annotations__)
+    check_option_names("attribute", options, AttributeOptions.__annotations__)
     _check_options(options)
     along, steps, n_checked = options.get("along"), options.get("steps"), options.get("check", 0)
     with without_side_effects(model, "hl.attribute(model, ...)", inputs, clean):
@@ -173,7 +173,7 @@ def _result(
 def _check_options(options: AttributeOptions) -> None:
     steps, n_checked = options.get("steps"), options.get("check", 0)
     if steps is not None:
-        positive_integer("steps", steps, "Give steps=8, or steps=None for one gradient.")
+        check_positive_int("steps", steps, "Give steps=8, or steps=None for one gradient.")
     elif options.get("along") is not None:
         raise InputError(
             "along must come with steps, got none.\nGive steps=32, the number of points on the way."

@@ -20,7 +20,7 @@ from hookline.engine import (
     select_in,
 )
 from hookline.engine.pytree import describe
-from hookline.errors import InputError, one_of
+from hookline.errors import InputError, check_one_of
 from hookline.verbs.sweep.put_back import PutBack, Values
 from hookline.verbs.sweep.site_change import SiteChange
 
@@ -330,6 +330,6 @@ def check_each(each: Any) -> Each:
             "\nGive {'position': 1}, or {'head': (2, n_heads)} for equal parts."
         )
     for name in each:
-        one_of("the type of each[...]", type(each[name]).__name__, ("int", "tuple"),
+        check_one_of("the type of each[...]", type(each[name]).__name__, ("int", "tuple"),
                f"Give {name!r}: 1, or {name!r}: (1, n_parts).")  # fmt: skip
     return each

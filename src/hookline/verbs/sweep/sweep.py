@@ -13,7 +13,7 @@ from torch import nn
 
 from hookline.display.text import first_line
 from hookline.engine import Selector, Site, module_tree
-from hookline.errors import InputError, NotRecordedError, only_options, positive_integer
+from hookline.errors import InputError, NotRecordedError, check_option_names, check_positive_int
 from hookline.verbs.record.prefix import Prefix
 from hookline.verbs.shared.progress_bar import progress_bar
 from hookline.verbs.shared.rerun import copied
@@ -125,9 +125,9 @@ def sweep(
         TypeError: there is no such option.
     """
     check_callable(metric)
-    only_options("sweep", options, SweepOptions.__annotations__)
+    check_option_names("sweep", options, SweepOptions.__annotations__)
     rows, to = options.get("rows", 16), options.get("to")
-    positive_integer("rows", rows, "Give rows=16.")
+    check_positive_int("rows", rows, "Give rows=16.")
     each = check_each(each)
     with (
         without_side_effects(model, "hl.sweep(model, ...)", inputs, clean),

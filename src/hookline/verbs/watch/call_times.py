@@ -21,7 +21,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import HookSpec, Order, Passes, Site, Tap, is_inert, no_callback
-from hookline.util.stopwatch import Stopwatch, is_above
+from hookline.util.stopwatch import Stopwatch, is_caller
 
 # The most that hooks add to the time of a call beyond what is left out: torch's loop, and the
 # Python code and tables that have left the caches (`benchmarks/watching.py`).
@@ -69,7 +69,7 @@ class RunningCalls(threading.local):
     def begin(self, frame: FrameType, reading: float) -> None:
         """Add a call, and drop those that ended with an exception."""
         calls = self.calls
-        while calls and not is_above(calls[-1].key, frame):
+        while calls and not is_caller(calls[-1].key, frame):
             calls.pop()
         for call in calls:
             call.n_calls += 1
@@ -123,7 +123,7 @@ class ClockTap(Tap):
         call = self.running.find(sys._getframe(1))
         if call is not None:
             call.began = call.reading
-            self.stopwatch.go_on(call.reading)
+            self.stopwatch.resume_from(call.reading)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Stop the stopwatch: the first forward hook."""
@@ -143,7 +143,7 @@ class ClockTap(Tap):
         call = self.running.find(sys._getframe(1))  # at the root, the pass has ended already
         if call is not None:
             self.running.calls.pop()
-            self.stopwatch.go_on(call.reading)
+            self.stopwatch.resume_from(call.reading)
 
     def _is_seen(self, module: nn.Module) -> bool:
         current = self._pass_of(module)

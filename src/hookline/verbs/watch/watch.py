@@ -28,7 +28,7 @@ from hookline.engine import (
     Site,
     SplitCallback,
     check_ports,
-    hides,
+    hide_from_dir,
     innermost,
     is_scripted,
     local_shards,
@@ -45,7 +45,7 @@ from hookline.verbs.watch.call_times import ClockTap, RunningCalls, TimedCall
 
 
 @final
-@hides("start")
+@hide_from_dir("start")
 class Watch(FinalizingLine[Line]):
     """A line that prints each module as it runs: a context manager, or ended by `remove()`."""
 

@@ -204,7 +204,7 @@ def make_app(recordings: OpenRecordings, rules: Rules) -> Any:
     """Create the server's ASGI app."""
     parts = "applications", "routing", "responses", "concurrency"
     applications, routing, responses, concurrency = (
-        load(f"starlette.{part}", *SERVER_NEEDS) for part in parts
+        require(f"starlette.{part}", *SERVER_NEEDS) for part in parts
     )
     pages = PageHandlers(recordings)
 

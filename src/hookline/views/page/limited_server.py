@@ -61,7 +61,7 @@ class WaitLimits:
 
 def limited_protocol(limits: WaitLimits) -> type[Any]:
     """Create uvicorn's protocol class with limits on waiting connections."""
-    base: type[Any] = load("uvicorn.protocols.http.h11_impl", *SERVER_NEEDS).H11Protocol
+    base: type[Any] = require("uvicorn.protocols.http.h11_impl", *SERVER_NEEDS).H11Protocol
 
     class LimitedProtocol(base):  # type: ignore[misc]
         """A connection on which the server either answers a request or waits for the client."""
@@ -133,7 +133,7 @@ class LimitedServer:
         port: int = 8765,
         limits: WaitLimits | None = None,
     ) -> None:
-        uvicorn = load("uvicorn", *SERVER_NEEDS)
+        uvicorn = require("uvicorn", *SERVER_NEEDS)
         token = "" if is_loopback(host) else secrets.token_urlsafe(24)
         app = make_app(recordings, Rules(host, token))
         self._socket = _listen_on_free_port(host, port)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.display.text import escape_invisible
-from hookline.util.optional import load
+from hookline.util.optional_imports import require
 from hookline.util.version import VERSION
 from hookline.views.pixels import PAGE_NEEDS
 
@@ -64,7 +64,7 @@ def load_template(kind: str) -> Any:
     Args:
         kind: one of those in `_SHARED`, such as "recording" or "message".
     """
-    jinja2 = load("jinja2", *PAGE_NEEDS)
+    jinja2 = require("jinja2", *PAGE_NEEDS)
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,

@@ -20,7 +20,7 @@ from hookline.files.replace_text import replace_text
 from hookline.files.sealed_json import MANIFEST
 from hookline.findings import Findings
 from hookline.recordings import Recording
-from hookline.util.optional import load
+from hookline.util.optional_imports import require
 from hookline.verbs.summary import Summary
 from hookline.views.page.class_scores import entry_class_scores
 from hookline.views.page.dataflow import find_edges

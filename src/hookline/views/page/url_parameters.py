@@ -48,7 +48,7 @@ def parse_choice(parameters: dict[str, str]) -> Choice:
         InputError: a number, the order or the form is malformed.
     """
     order = parameters.get("order", ORDERS[0])
-    one_of("order", order[:20], ORDERS, f"Write order={ORDERS[0]}.")
+    check_one_of("order", order[:20], ORDERS, f"Write order={ORDERS[0]}.")
     form = parameters.get("form", FORMS[0])
     one_of("form", form[:20], FORMS, f"Write form={FORMS[0]}.")
     sample, first, part = (parse_int(parameters, name) or 0 for name in ("sample", "first", "part"))

@@ -12,7 +12,7 @@ from hookline.display.text import plural, share_text
 from hookline.display.units import measure
 from hookline.engine import Site
 from hookline.engine.pytree import describe
-from hookline.errors import InputError, one_of
+from hookline.errors import InputError, check_one_of
 from hookline.recordings.figure_arguments import Source, check_count
 from hookline.recordings.figure_values import Value, look_up_main_tensor, only_pass
 from hookline.statistics.difference import difference
@@ -90,7 +90,7 @@ def compare(
             or without a site, a recording has several passes.
         HooklineError: matplotlib is not installed.
     """
-    one_of("order", order, ("difference", "index"), "Write order='difference'.")
+    check_one_of("order", order, ("difference", "index"), "Write order='difference'.")
     if n is not None:
         check_count("n", n)
     if site is None:

@@ -20,7 +20,7 @@ from hookline.display.colours import BLUE_ORANGE
 from hookline.display.text import escape_unprintable
 from hookline.errors import HooklineError
 from hookline.statistics.value_statistics import Array
-from hookline.util.optional import how_to_install, load
+from hookline.util.optional_imports import how_to_install, require
 from hookline.views.pixels import Scale
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ _INCH_A_CHARACTER = {TITLE: 0.105, TEXT: 0.066, SMALL: 0.06, TINY: 0.05}
 @cache
 def colour_map(is_signed: bool) -> Any:
     """Return the colour map: viridis, or blue to orange centred at zero for signed numbers."""
-    matplotlib = load("matplotlib", *_NEEDS)
+    matplotlib = require("matplotlib", *_NEEDS)
     made = matplotlib.colormaps["viridis"]
     if is_signed:
         anchors = [tuple(level / 255 for level in rgb) for rgb in BLUE_ORANGE]
-        colours = load("matplotlib.colors", *_NEEDS)
+        colours = require("matplotlib.colors", *_NEEDS)
         made = colours.LinearSegmentedColormap.from_list("blue-orange", anchors)
     return made.with_extremes(bad=_BAD[is_signed])
 
@@ -79,7 +79,7 @@ class Sheet:
         self.width: float = width + 2 * _MARGIN
         self.height: float = height + head + 2 * _MARGIN
         self.figure: Figure = _figure_class()(figsize=(self.width, self.height), dpi=DPI)
-        load("matplotlib.backends.backend_agg", *_NEEDS).FigureCanvasAgg(self.figure)
+        require("matplotlib.backends.backend_agg", *_NEEDS).FigureCanvasAgg(self.figure)
         self._top = _MARGIN + head
         self._add_text(_MARGIN, "\n".join(heading), fontsize=TITLE, fontweight="bold")
         if below:
@@ -155,10 +155,10 @@ def draw_map(
     left, top, width, height = box
     numbers, low, high = halve_on_overflow(numbers, scale)
     # Not with imshow, which would reset the limits and the aspect of the axes for each map.
-    image = load("matplotlib.image", *_NEEDS).AxesImage(
+    image = require("matplotlib.image", *_NEEDS).AxesImage(
         axes,
         cmap=colour_map(scale.is_signed),
-        norm=load("matplotlib.colors", *_NEEDS).Normalize(low, high),
+        norm=require("matplotlib.colors", *_NEEDS).Normalize(low, high),
         extent=(left, left + width, top + height, top),
         interpolation="antialiased" if smooth else "nearest",
         interpolation_stage="rgba",  # otherwise NaN would bleed into neighbouring numbers
@@ -212,7 +212,7 @@ def tidy(axes: Axes, keep: Sequence[str] = ("left", "bottom")) -> None:
 def _figure_class() -> Any:
     """Create a subclass of matplotlib's Figure that a notebook shows as a PNG."""
 
-    class HooklineFigure(load("matplotlib.figure", *_NEEDS).Figure):  # type: ignore[misc]
+    class HooklineFigure(require("matplotlib.figure", *_NEEDS).Figure):  # type: ignore[misc]
         def _repr_png_(self) -> bytes:
             out = io.BytesIO()
             self.savefig(out, format="png", pil_kwargs={"compress_level": 3})

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookline.engine.torch_private.autograd import OUTER, at_end_of_backward, backward_number
-from hookline.util.frames import outward
+from hookline.util.walk_stack import walk_stack
 
 checkpointing: Any = checkpoint  # untyped, and written to
 
@@ -265,7 +265,7 @@ def _recomputing_function() -> str | None:
     """Return torch's function that recomputes the innermost region; None without one."""
     if backward_number() == -1:
         return None
-    for frame in outward(sys._getframe(1)):
+    for frame in walk_stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_name in _RECOMPUTES and code.co_filename == checkpointing.__file__:
             return code.co_name

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hookline.util.optional import imported
+from hookline.util.optional_imports import module_if_imported
 
 
 def has_compiled_backward() -> bool:
@@ -29,7 +29,7 @@ def may_use_cudagraph_memory() -> bool:
     Code compiled with `mode="reduce-overhead"` returns tensors in such memory. A write of a later
     run raises no version.
     """
-    trees = imported("torch._inductor.cudagraph_trees")
+    trees = module_if_imported("torch._inductor.cudagraph_trees")
     is_initialized: Callable[[], bool] = torch.cuda.is_initialized
     if trees is None or not is_initialized():
         return False

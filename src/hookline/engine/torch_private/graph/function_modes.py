@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from hookline.engine.torch_private.dynamo import OLD_DYNAMO
-from hookline.util.frames import outward
+from hookline.util.walk_stack import walk_stack
 
 # The code of a module's call: the outer function, and the inner one that calls hooks and forward.
 _CALL = nn.Module._call_impl.__code__

@@ -112,13 +112,13 @@ class _BufferedFile(FileIO):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "xb")
-        self._process = OwnProcess()
+        self._process = CreatingProcess()
         self._waiting = bytearray()
         self._size = 0
 
     def write(self, data: Any) -> int:
         """Have bytes wait for `drain`."""
-        if self._process.is_here:
+        if self._process.is_current:
             self._waiting += data
         self._size += len(data)
         return len(data)

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def kept_random() -> Iterator[None]:
+def preserve_python_rng() -> Iterator[None]:
     """Put the state of Python's random numbers back after the block.
 
     >>> import random
     >>> random.seed(0)
-    >>> with kept_random():
+    >>> with preserve_python_rng():
     ...     first = random.random()
     >>> random.random() == first
     True

@@ -20,7 +20,7 @@ def fork_safe_lock() -> threading.RLock:
     return new
 
 
-def _free_all() -> None:
+def _free_all_in_child() -> None:
     for held in list(_locks):
         if held.acquire(blocking=False):
             held.release()  # it was free, or the forking thread holds it and keeps it
@@ -29,4 +29,4 @@ def _free_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_free_all)
+    os.register_at_fork(after_in_child=_free_all_in_child)

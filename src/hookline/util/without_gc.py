@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Let Python collect no garbage inside.
 
     A collection may come at any line of Python, and up to Python 3.11 inside functions of C, too.
     It calls finalizers, and that of a line that nobody references removes its hooks.
 
-        >>> with without_collections():
+        >>> with without_gc():
         ...     gc.isenabled()
         False
     """

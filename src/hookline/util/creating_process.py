@@ -7,10 +7,10 @@ from typing import final
 
 
 @final
-class OwnProcess:
+class CreatingProcess:
     """The process in which it was made. A forked child inherits it, and is another process.
 
-    >>> OwnProcess().is_here
+    >>> CreatingProcess().is_here
     True
     """
 
@@ -20,6 +20,6 @@ class OwnProcess:
         self._id = os.getpid()
 
     @property
-    def is_here(self) -> bool:
+    def is_current(self) -> bool:
         """Tell whether the code runs in this process, and not in a forked child."""
         return os.getpid() == self._id

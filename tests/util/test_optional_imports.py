@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hookline.util.optional import how_to_install, imported, load
+from hookline.util.optional_imports import how_to_install, module_if_imported, require
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,23 +37,23 @@ def test_every_command_installs_a_checkout_with_extras_it_has():
 
 def test_a_module_is_found_once_its_import_has_ended(tmp_path, monkeypatch):
     (tmp_path / "found_later.py").write_text(
-        "from hookline.util.optional import imported\nSEEN = imported(__name__)\n"
+        "from hookline.util.optional_imports import module_if_imported as m\nSEEN = m(__name__)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert imported("found_later") is None
+    assert module_if_imported("found_later") is None
     module = importlib.import_module("found_later")
     assert module.SEEN is None
-    assert imported("found_later") is module
+    assert module_if_imported("found_later") is module
     monkeypatch.delitem(sys.modules, "found_later")
 
 
 def test_what_is_installed_is_given():
-    assert load("json.decoder", "", "", ValueError).__name__ == "json.decoder"
+    assert require("json.decoder", "", "", ValueError).__name__ == "json.decoder"
 
 
 def test_a_package_whose_own_import_fails_names_the_reason(tmp_path, monkeypatch):
     (tmp_path / "half_there.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"^it needs half_there, got .*that_is_not_there") as told:
-        load("half_there", "it needs half_there", "Run pip install half_there.", ValueError)
+        require("half_there", "it needs half_there", "Run pip install half_there.", ValueError)
     assert str(told.value).endswith(".\nRun pip install half_there.")

@@ -8,19 +8,19 @@ from importlib import import_module
 from typing import Any
 
 
-def load(name: str, need: str, install: str, error_type: Callable[[str], BaseException]) -> Any:
+def require(name: str, message: str, fix: str, error_type: Callable[[str], BaseException]) -> Any:
     """Import a module of an optional package.
 
         >>> from hookline.errors import InputError
-        >>> load("no_such_package", "the plot needs it", "Run pip install it.", InputError)
+        >>> require("no_such_package", "the plot needs it", "Run pip install it.", InputError)
         Traceback (most recent call last):
         hookline.errors.InputError: the plot needs it.
         Run pip install it.
 
     Args:
         name: the module, such as "PIL.Image".
-        need: the first line of the message: the user and the package.
-        install: the second line of the message: the command that installs the package.
+        message: the first line of the message: the user and the package.
+        fix: the second line of the message: the command that installs the package.
         error_type: the class of the error to raise.
 
     Returns:
@@ -34,10 +34,10 @@ def load(name: str, need: str, install: str, error_type: Callable[[str], BaseExc
     except ImportError as error:
         is_missing = error.name in (name, name.partition(".")[0])
         reason = "" if is_missing else f", got {type(error).__name__}: {error}"
-        raise error_type(f"{need}{reason}.\n{install}") from error
+        raise error_type(f"{message}{reason}.\n{fix}") from error
 
 
-def imported(name: str) -> Any:
+def module_if_imported(name: str) -> Any:
     """Return a module that has been imported; None without one.
 
     Also None while another thread is still importing it: the module then lacks some of its names.

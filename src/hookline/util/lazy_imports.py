@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from hookline.util.kept_random import kept_random
+from hookline.util.preserve_rng import preserve_python_rng
 
 
-def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_getattr(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package whose names are imported on first use.
 
-    >>> find = late_names("hookline.util", {"shorten": "hookline.display.text"})
+    >>> find = lazy_getattr("hookline.util", {"shorten": "hookline.display.text"})
     >>> find("shorten").__name__
     'shorten'
 
@@ -25,7 +25,7 @@ def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
     def find(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with kept_random():  # rich draws a number as it is imported
+        with preserve_python_rng():  # rich draws a number as it is imported
             holder = import_module(modules[name])
             is_there = hasattr(holder, name)
             value = getattr(holder, name) if is_there else import_module(f"{modules[name]}.{name}")

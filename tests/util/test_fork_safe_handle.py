@@ -9,12 +9,12 @@ import os
 import pytest
 
 from forks import child, forked
-from hookline.util.own_handle import OwnHandle
+from hookline.util.fork_safe_handle import ForkSafeHandle
 
 
 @pytest.mark.processes
 def test_a_forked_child_has_no_copy(tmp_path):
-    handle = OwnHandle(tmp_path / "x", os.O_RDWR | os.O_CREAT)
+    handle = ForkSafeHandle(tmp_path / "x", os.O_RDWR | os.O_CREAT)
     number = handle.fileno()
 
     def look():
@@ -35,7 +35,7 @@ def test_a_forked_child_has_no_copy(tmp_path):
 def test_a_descriptor_of_number_zero_is_closed_too(tmp_path):
     def look():
         os.close(0)  # a process without standard input
-        handle = OwnHandle(tmp_path / "x", os.O_RDWR | os.O_CREAT)
+        handle = ForkSafeHandle(tmp_path / "x", os.O_RDWR | os.O_CREAT)
         number = handle.fileno()
         handle.close()
         try:
@@ -49,7 +49,7 @@ def test_a_descriptor_of_number_zero_is_closed_too(tmp_path):
 @pytest.mark.processes
 def test_a_lock_ends_with_its_process_though_a_child_lives(tmp_path):
     (reading, writing), (from_here, to_child) = os.pipe(), os.pipe()
-    handle = OwnHandle(tmp_path / "x", os.O_RDWR | os.O_CREAT)
+    handle = ForkSafeHandle(tmp_path / "x", os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_EX)
 
     def wait():
@@ -59,7 +59,7 @@ def test_a_lock_ends_with_its_process_though_a_child_lives(tmp_path):
     answer = forked(wait)
     assert os.read(reading, 4) == b"here"
     handle.close()
-    other = OwnHandle(tmp_path / "x", os.O_RDWR)
+    other = ForkSafeHandle(tmp_path / "x", os.O_RDWR)
     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.write(to_child, b"e")
     assert answer() == b"e"
@@ -68,8 +68,8 @@ def test_a_lock_ends_with_its_process_though_a_child_lives(tmp_path):
 
 def test_a_handle_that_nobody_holds_is_closed(tmp_path):
     path = tmp_path / "x"
-    fcntl.flock(OwnHandle(path, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+    fcntl.flock(ForkSafeHandle(path, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
     gc.collect()
-    again = OwnHandle(path, os.O_RDWR)
+    again = ForkSafeHandle(path, os.O_RDWR)
     fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
     again.close()

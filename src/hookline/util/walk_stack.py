@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from types import FrameType
 
 
-def outward(frame: FrameType | None) -> Iterator[FrameType]:
+def walk_stack(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield a frame, then its caller, and so on.
 
     >>> import sys
     >>> def inner():
-    ...     return [frame.f_code.co_name for frame in outward(sys._getframe())][:2]
+    ...     return [frame.f_code.co_name for frame in walk_stack(sys._getframe())][:2]
     >>> inner()
     ['inner', '<module>']
     """

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 Class = TypeVar("Class", bound=type[Any])
 
 
-def hides(*names: str) -> Callable[[Class], Class]:
+def hide_from_dir(*names: str) -> Callable[[Class], Class]:
     """Leave names of a class out of `dir()`, so that editors do not complete them.
 
-        >>> @hides("inner")
+        >>> @hide_from_dir("inner")
         ... class Thing:
         ...     inner, outer = 1, 2
         >>> [name for name in dir(Thing()) if not name.startswith("_")]

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import final
 
 _opening = threading.RLock()  # held while a process forks: no descriptor is opened unnoticed
-_handles: weakref.WeakSet[OwnHandle] = weakref.WeakSet()
+_handles: weakref.WeakSet[ForkSafeHandle] = weakref.WeakSet()
 
 
 @final
-class OwnHandle:
+class ForkSafeHandle:
     """Hold a file descriptor that a forked child closes as its first act.
 
-    >>> handle = OwnHandle(Path("/dev/null"), os.O_RDONLY)
+    >>> handle = ForkSafeHandle(Path("/dev/null"), os.O_RDONLY)
     >>> handle.close()
     >>> handle.is_open
     False

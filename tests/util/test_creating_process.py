@@ -1,0 +1,16 @@
+"""The process that made an object."""
+
+from __future__ import annotations
+
+import pytest
+
+from forks import child
+from hookline.util.creating_process import CreatingProcess
+
+
+@pytest.mark.processes
+def test_a_forked_child_is_another_process():
+    made = CreatingProcess()
+    assert made.is_current
+    assert child(lambda: made.is_current) is False
+    assert made.is_current
