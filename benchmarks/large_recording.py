@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hookline.files.sealed_json import MANIFEST, checksum, sealed
+from hookline.files.sealed_json import MANIFEST, checksum, seal_json
 from hookline.recordings.atomic_replace import RECORDING
 
 
@@ -58,5 +58,5 @@ def write(folder: Path, n_sites: int, site_bytes: int, per_file: int = 80) -> Pa
         "checksums": sums,
         "passes": [{"number": 0, "failed": False, "values": values}],
     }  # fmt: skip
-    (folder / MANIFEST).write_bytes(sealed(manifest))
+    (folder / MANIFEST).write_bytes(seal_json(manifest))
     return folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hookline.files.sealed_json import MANIFEST, sealed
+from hookline.files.sealed_json import MANIFEST, seal_json
 
 
 def folder_of_ranks(folder, runs):
@@ -16,5 +16,5 @@ def folder_of_ranks(folder, runs):
         sums[part.name] = json.loads((part / MANIFEST).read_text())["checksum"]
     manifest = json.loads((part / MANIFEST).read_text())
     head = {key: manifest[key] for key in ("format", "version", "checksum", "hookline", "torch")}
-    (folder / MANIFEST).write_bytes(sealed({**head, "ranks": sums}))
+    (folder / MANIFEST).write_bytes(seal_json({**head, "ranks": sums}))
     return folder

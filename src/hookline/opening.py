@@ -70,7 +70,7 @@ def open(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording |
 
 def _holds_a_store(place: Place) -> bool:
     try:
-        return STORE.is_of(place)
+        return STORE.is_format_of(place)
     except FileNotFoundError:
         # The manifest of a store may be lost; its shards are known by their names.
         return any(number_of(name) is not None for name in place.names())

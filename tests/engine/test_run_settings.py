@@ -11,7 +11,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.engine.run_settings import Settings, ignores_mode
-from hookline.files.sealed_json import sealed
+from hookline.files.sealed_json import seal_json
 
 X = torch.ones(4, 3)
 
@@ -104,7 +104,7 @@ def test_a_folder_without_settings_still_opens(net, tmp_path):
     folder = run.save(tmp_path / "run")
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["settings"], manifest["passes"][0]["settings"]
-    (folder / "manifest.json").write_bytes(sealed({**manifest, "checksum": "0" * 16}))
+    (folder / "manifest.json").write_bytes(seal_json({**manifest, "checksum": "0" * 16}))
     opened = hl.open(folder)
     assert opened.passes[0].settings is None
     assert hl.compare(opened, run).ok
@@ -116,7 +116,7 @@ def test_damaged_settings_are_refused(net, tmp_path):
     folder = run.save(tmp_path / "run")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["settings"] = [{"training": 1}]
-    (folder / "manifest.json").write_bytes(sealed({**manifest, "checksum": "0" * 16}))
+    (folder / "manifest.json").write_bytes(seal_json({**manifest, "checksum": "0" * 16}))
     with pytest.raises(hl.FolderError, match="is damaged"):
         hl.open(folder)
 

@@ -188,7 +188,7 @@ def test_without_flock_an_ended_writer_is_taken_over(tmp_path, without_flock):
 
 def test_without_flock_a_writer_that_lives_is_named(tmp_path, without_flock):
     parent = os.getppid()
-    owner = written_by(tmp_path, process=parent, started=module._started(parent))
+    owner = written_by(tmp_path, process=parent, started=module._start_time(parent))
     assert refused(tmp_path)[0] == f"another process is writing to {tmp_path} ({owner})."
     assert (tmp_path / ".writer").exists()
 
@@ -220,7 +220,7 @@ def test_without_flock_a_file_without_a_name_is_left_alone(tmp_path, without_flo
 
 def test_a_writer_with_flock_sees_one_without(tmp_path):
     parent = os.getppid()
-    owner = written_by(tmp_path, process=parent, started=module._started(parent))
+    owner = written_by(tmp_path, process=parent, started=module._start_time(parent))
     assert refused(tmp_path)[0] == f"another process is writing to {tmp_path} ({owner})."
     written_by(tmp_path, started="1")
     with LocalPlace(tmp_path).locked():
@@ -255,7 +255,7 @@ def test_without_flock_two_do_not_take_over_at_once(tmp_path, without_flock, mon
         if owner.started == "1":
             (tmp_path / ".writer").unlink()
             parent = os.getppid()
-            written_by(tmp_path, process=parent, started=module._started(parent))
+            written_by(tmp_path, process=parent, started=module._start_time(parent))
             return "ended"
         return state(owner)
 

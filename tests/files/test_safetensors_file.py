@@ -62,7 +62,7 @@ def test_a_file_is_read_here_and_by_safetensors(tmp_path_factory, tensors):
         assert same(read, tensor)
         assert same(by_library[str(number)], tensor)
         assert read.data_ptr() % tensor.dtype.itemsize == 0
-        outline = file.outline(str(number))
+        outline = file.meta_tensor(str(number))
         assert (outline.dtype, outline.shape) == (tensor.dtype, tensor.shape)
 
 
@@ -114,7 +114,7 @@ def test_bytes_are_compared_once_and_heads_at_once(tmp_path, monkeypatch):
     for _ in range(3):
         file.tensor("0")
         file.verify("0")
-        file.outline("1")
+        file.meta_tensor("1")
     assert seen[1:] == [8]
 
 
@@ -144,7 +144,7 @@ def test_a_head_that_lies_is_refused_even_with_a_right_checksum(tmp_path, head):
     path.write_bytes(data)
     sums = [checksum(data[:-8]), *[checksum(bytes(size)) for size in (8, 8)]]
     file = opened(path, sums)
-    for look in (file.tensor, file.outline, file.verify):
+    for look in (file.tensor, file.meta_tensor, file.verify):
         with pytest.raises((ValueError, KeyError, TypeError, RuntimeError)):
             look("0")
 

@@ -301,7 +301,7 @@ def test_a_child_that_was_forked_during_a_save_keeps_no_lock(tmp_path):
         read, write = os.pipe()
         unfinished = draft.Draft(place).__enter__()
         place.create(f"values-{unfinished.token}-00000.safetensors", [b"half"])
-        with place.turn():
+        with place.waiting_lock():
             child = os.fork()
             if child == 0:
                 os.close(write)

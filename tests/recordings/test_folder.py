@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.files.sealed_json import MANIFEST, sealed
+from hookline.files.sealed_json import MANIFEST, seal_json
 from hookline.recordings import Fields, NotSaved
 from thoroughness import tries
 from warm import run_python
@@ -394,7 +394,7 @@ def test_a_folder_that_may_not_be_written_to_is_said():
 def damage(manifest, **changes):
     data = json.loads(manifest.read_text())
     data.update(changes)
-    manifest.write_bytes(sealed(data))
+    manifest.write_bytes(seal_json(data))
 
 
 def test_what_is_no_recording_is_refused(tmp_path):
@@ -425,13 +425,13 @@ def test_a_hostile_manifest_reads_and_runs_nothing_outside(tmp_path):
     for name in (f"../other/{file.name}/0", f"{file}/0"):
         manifest = json.loads((folder / MANIFEST).read_text())
         manifest["passes"][0]["values"][0][1] = {"tensor": name}
-        (folder / MANIFEST).write_bytes(sealed(manifest))
+        (folder / MANIFEST).write_bytes(seal_json(manifest))
         with pytest.raises(hl.FolderError):
             hl.open(folder)["0"]
     manifest["passes"][0]["values"][0][1] = {
         "namedtuple": [["class", 1], ["def", 2]], "type": "os.system",
     }  # fmt: skip
-    (folder / MANIFEST).write_bytes(sealed(manifest))
+    (folder / MANIFEST).write_bytes(seal_json(manifest))
     value = hl.open(folder)["0"]
     assert tuple(value) == (1, 2)
     assert not isinstance(value, type(os.system))

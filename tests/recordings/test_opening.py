@@ -19,7 +19,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.engine.pytree import tree
-from hookline.files.sealed_json import MANIFEST, sealed
+from hookline.files.sealed_json import MANIFEST, seal_json
 from rank_folders import folder_of_ranks
 from thoroughness import examples
 
@@ -201,7 +201,7 @@ def changed(folder, **changes):
     """Write a manifest that is whole, and says something else."""
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest.update(changes)
-    (folder / MANIFEST).write_bytes(sealed(manifest))
+    (folder / MANIFEST).write_bytes(seal_json(manifest))
 
 
 RANKS = [
@@ -376,7 +376,7 @@ def test_an_older_folder_has_no_model(tmp_path):
     path = recorded_of(nn.Linear(2, 3)).save(tmp_path / "a") / "manifest.json"
     manifest = json.loads(path.read_bytes())
     del manifest["identity"]
-    path.write_bytes(sealed({**manifest, "checksum": "0" * 16}))
+    path.write_bytes(seal_json({**manifest, "checksum": "0" * 16}))
     assert hl.open(tmp_path / "a").model is None
 
 
@@ -384,6 +384,6 @@ def test_an_older_folder_has_no_model(tmp_path):
 def test_a_damaged_identity_is_a_damaged_folder(tmp_path, identity):
     path = recorded_of(nn.Linear(2, 3)).save(tmp_path / "a") / "manifest.json"
     manifest = json.loads(path.read_bytes())
-    path.write_bytes(sealed({**manifest, "identity": identity, "checksum": "0" * 16}))
+    path.write_bytes(seal_json({**manifest, "identity": identity, "checksum": "0" * 16}))
     with pytest.raises(hl.FolderError, match="is damaged"):
         hl.open(tmp_path / "a")

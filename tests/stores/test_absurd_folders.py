@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 import hookline as hl
 from forks import child
-from hookline.files.sealed_json import sealed
+from hookline.files.sealed_json import seal_json
 from hookline.stores import merge
 from thoroughness import examples
 
@@ -111,7 +111,7 @@ def with_manifest(folder, data):
         if not file.name.startswith("."):
             os.link(file, target / file.name)
     (target / "manifest.json").unlink()
-    (target / "manifest.json").write_bytes(sealed(data))
+    (target / "manifest.json").write_bytes(seal_json(data))
     return target
 
 

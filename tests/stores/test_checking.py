@@ -11,7 +11,7 @@ import torch
 
 import hookline as hl
 from hookline.files.place import place_of
-from hookline.files.sealed_json import MANIFEST, sealed
+from hookline.files.sealed_json import MANIFEST, seal_json
 from hookline.stores import Damage, open_store, repair, verify
 from hookline.stores.shard_file import name_of
 from small_stores import write_store
@@ -265,7 +265,7 @@ def test_what_is_not_a_store_is_refused(tmp_path):
     for check in (verify, repair):
         with pytest.raises(hl.FolderError, match="is not a store"):
             check(tmp_path)
-        (tmp_path / MANIFEST).write_bytes(sealed({"format": "x", "checksum": "0" * 16}))
+        (tmp_path / MANIFEST).write_bytes(seal_json({"format": "x", "checksum": "0" * 16}))
         with pytest.raises(hl.FolderError, match="was written by something else"):
             check(tmp_path)
         (tmp_path / MANIFEST).unlink()
@@ -275,6 +275,6 @@ def test_what_is_not_a_store_is_refused(tmp_path):
     assert not (tmp_path / ".lock").exists()
     write_store(tmp_path / "s", {"a": VALUES})
     data = json.loads((tmp_path / "s" / MANIFEST).read_text())
-    (tmp_path / "s" / MANIFEST).write_bytes(sealed({**data, "version": 99}))
+    (tmp_path / "s" / MANIFEST).write_bytes(seal_json({**data, "version": 99}))
     with pytest.raises(hl.FolderError, match="is a store of version 99"):
         repair(tmp_path / "s")

@@ -11,7 +11,7 @@ import torch
 
 import hookline as hl
 from hookline.files.place import place_of
-from hookline.files.sealed_json import MANIFEST, sealed
+from hookline.files.sealed_json import MANIFEST, seal_json
 from hookline.stores import merge, open_store, repair, verify
 from hookline.stores import merging as merging_module
 from hookline.stores.shard_file import name_of
@@ -202,7 +202,7 @@ def rewritten(where, change):
     path = where / MANIFEST
     manifest = json.loads(path.read_bytes())
     change(manifest["job"])
-    path.write_bytes(sealed({**manifest, "checksum": "0" * 16}))
+    path.write_bytes(seal_json({**manifest, "checksum": "0" * 16}))
     return where
 
 

@@ -55,7 +55,7 @@ class _Owner(NamedTuple):
     def here() -> _Owner:
         """Return this process."""
         process = os.getpid()
-        return _Owner(process, socket.gethostname(), _started(process), _machine())
+        return _Owner(process, socket.gethostname(), _start_time(process), _boot_and_namespace())
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}"
@@ -73,7 +73,7 @@ class _Owner(NamedTuple):
             return "ended"
         except OSError:  # another user's
             pass
-        return "alive" if self.started == _started(self.process) else "ended"
+        return "alive" if self.started == _start_time(self.process) else "ended"
 
 
 @final
@@ -104,14 +104,14 @@ class FolderLock:
         handle = ForkSafeHandle(self._path, os.O_RDWR | os.O_CREAT)
         try:
             if self._flock(handle):
-                self._take_over(self._folder / _WRITER)
+                self._remove_stale(self._folder / _WRITER)
             else:
                 handle.close()
-                self._refuse(_LOCK)
-                handle = self._create()
-            _write(handle)
+                self._check_owner_ended(_LOCK)
+                handle = self._create_writer_file()
+            _write_owner(handle)
         except BaseException:
-            self._give_up(handle)
+            self._unlock_and_close(handle)
             raise
         self._handle = handle
 
@@ -122,13 +122,13 @@ class FolderLock:
             return
         with suppress(OSError):
             os.ftruncate(handle.fileno(), 0)
-        self._give_up(handle)
+        self._unlock_and_close(handle)
 
     def is_in_place(self) -> bool:
         """Tell whether the folder still holds the file of the lock."""
         return self._handle is None or not self._handle.is_open or is_at(self._handle, self._path)
 
-    def _give_up(self, handle: ForkSafeHandle) -> None:
+    def _unlock_and_close(self, handle: ForkSafeHandle) -> None:
         with suppress(OSError):
             if not handle.is_open:
                 return
@@ -152,35 +152,35 @@ class FolderLock:
 
     def _lock_error(self) -> FolderError:
         """Return the error for a lock that another descriptor holds, wherever that is."""
-        owner = _read(self._path)
+        owner = _read_owner(self._path)
         state = "unknown" if owner is None else owner.state()
         if state == "this process":
-            return _busy(f"this process is writing to {self._shown} already")
+            return _busy_error(f"this process is writing to {self._shown} already")
         if state != "ended":
-            return _busy(
+            return _busy_error(
                 f"another process is writing to {self._shown}{f' ({owner})' if owner else ''}"
             )
-        holders = _processes_with(self._path)
+        holders = _processes_with_open(self._path)
         holder = f"process {', '.join(map(str, holders))} has" if holders else "another process has"
         return FolderError(
             f"{self._shown} is locked: {holder} its file {_LOCK} open, though {owner}, which locked"
             " it, has ended.\nEnd that process, or give another folder."
         )
 
-    def _create(self) -> ForkSafeHandle:
+    def _create_writer_file(self) -> ForkSafeHandle:
         """Create `.writer`, which only one process can do."""
         self._path = self._folder / _WRITER
         for _ in range(_MOST_TRIES):
             try:
                 return ForkSafeHandle(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             except FileExistsError:
-                self._take_over(self._path)
-        raise _busy(f"other processes are writing to {self._shown}")
+                self._remove_stale(self._path)
+        raise _busy_error(f"other processes are writing to {self._shown}")
 
-    def _refuse(self, name: str) -> _Owner | None:
+    def _check_owner_ended(self, name: str) -> _Owner | None:
         """Check that no process named in a file may be writing; return the one that was."""
         path = self._folder / name
-        owner = _read(path)
+        owner = _read_owner(path)
         state = "ended" if owner is None else owner.state()
         if state == "unknown":
             raise FolderError(
@@ -189,12 +189,12 @@ class FolderLock:
             )
         if state != "ended":
             writer = "this process" if state == "this process" else "another process"
-            raise _busy(f"{writer} is writing to {self._shown} ({owner})")
+            raise _busy_error(f"{writer} is writing to {self._shown} ({owner})")
         return owner
 
-    def _take_over(self, path: Path) -> None:
+    def _remove_stale(self, path: Path) -> None:
         """Remove the file of a writer that has ended."""
-        owner = self._refuse(path.name)
+        owner = self._check_owner_ended(path.name)
         if not path.exists():
             return
         if owner is None:
@@ -206,7 +206,7 @@ class FolderLock:
         aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
         with suppress(FileNotFoundError):
             path.rename(aside)
-            if _read(aside) == owner:
+            if _read_owner(aside) == owner:
                 aside.unlink()
             else:  # it is the file of a process that came between
                 aside.rename(path)
@@ -249,18 +249,18 @@ def is_at(handle: ForkSafeHandle, path: Path) -> bool:
         return False
 
 
-def _busy(event: str) -> FolderError:
+def _busy_error(event: str) -> FolderError:
     return FolderError(f"{event}.\nWait until it has ended, or give another folder.")
 
 
-def _write(handle: ForkSafeHandle) -> None:
+def _write_owner(handle: ForkSafeHandle) -> None:
     owner = _Owner.here()
     with suppress(OSError):  # a full disk: the lock holds without a name
         os.ftruncate(handle.fileno(), 0)
         os.pwrite(handle.fileno(), f"{owner}\n{owner.started} {owner.machine}\n".encode(), 0)
 
 
-def _read(path: Path) -> _Owner | None:
+def _read_owner(path: Path) -> _Owner | None:
     """Return the process that a file names; None if it names none."""
     try:
         with path.open("rb") as file:
@@ -271,16 +271,16 @@ def _read(path: Path) -> _Owner | None:
     return None if match is None else _Owner(int(match[1]), match[2], match[3], match[4])
 
 
-def _started(process: int) -> str:
+def _start_time(pid: int) -> str:
     """Return the time of a process's start, in ticks since the boot; empty if not known."""
     try:
-        text = Path(f"/proc/{process}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
     return text.rpartition(")")[2].split()[19]
 
 
-def _machine() -> str:
+def _boot_and_namespace() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -288,7 +288,7 @@ def _machine() -> str:
         return ""
 
 
-def _processes_with(path: Path) -> list[int]:
+def _processes_with_open(path: Path) -> list[int]:
     """Return the processes that have a file open, among those that this process may look into."""
     holders = []
     try:
@@ -299,12 +299,12 @@ def _processes_with(path: Path) -> list[int]:
     for process in processes:
         with suppress(OSError):
             handles = [f"/proc/{process}/fd/{name}" for name in os.listdir(f"/proc/{process}/fd")]
-            if process != os.getpid() and any(_is_file(handle, status) for handle in handles):
+            if process != os.getpid() and any(_is_same_file(handle, status) for handle in handles):
                 holders.append(process)
     return holders
 
 
-def _is_file(path: str, status: os.stat_result) -> bool:
+def _is_same_file(path: str, status: os.stat_result) -> bool:
     try:
         return os.path.samestat(os.stat(path), status)
     except OSError:

@@ -9,7 +9,7 @@ from typing import final
 
 from hookline.files.open_regular import open_regular
 
-State = tuple[int, ...]
+FileState = tuple[int, ...]
 
 
 @final
@@ -21,7 +21,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         handle = open_regular(path)
         try:
-            self.state: State | None = state_of(os.fstat(handle))
+            self.state: FileState | None = file_state(os.fstat(handle))
             # A private mapping: a write to it does not reach the file.
             self._map = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
         finally:
@@ -31,18 +31,18 @@ class MappedFile:
         self.name: str = path.name
         self.size: int = len(self._map)
 
-    def read(self, start: int, stop: int) -> memoryview:
+    def read_range(self, start: int, stop: int) -> memoryview:
         """Return a range of the mapping."""
         return self._bytes[start:stop]
 
     def is_current(self) -> bool:
         """Return whether the file is unchanged since it was opened."""
         try:
-            return state_of(os.stat(self._path)) == self.state
+            return file_state(os.stat(self._path)) == self.state
         except OSError:  # moved or deleted: the mapping stays valid unless the file was truncated
             return self._map.size() == self.size
 
 
-def state_of(status: os.stat_result) -> State:
+def file_state(status: os.stat_result) -> FileState:
     """Return a file's device, inode, size and modification time."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

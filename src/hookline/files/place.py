@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from hookline.display.text import first_line, type_and_line
 from hookline.errors import FolderError
 from hookline.files.folder_lock import FolderLock, flock, is_at
-from hookline.files.mapped_file import MappedFile, State, state_of
+from hookline.files.mapped_file import FileState, MappedFile, file_state
 from hookline.files.open_regular import open_regular, sync
-from hookline.files.reading import UnreadableError
+from hookline.files.read_errors import UnreadableError
 
 _PART = ".part"
 _LOCAL = "file://"  # fsspec would write such files without lock and sync
@@ -124,7 +124,7 @@ class LocalPlace:
         inner.folder = self.folder / name
         return inner
 
-    def nearest(self) -> Path:
+    def nearest_existing(self) -> Path:
         """Return the folder, or the nearest one above it that exists."""
         path = self.folder
         while not path.exists():
@@ -139,13 +139,13 @@ class LocalPlace:
         except FileNotFoundError:
             return []
         except NotADirectoryError:
-            raise self._no_folder() from None
+            raise self._no_folder_error() from None
         except OSError as error:
             raise FolderError(
                 f"{self} cannot be read: {first_line(error)}.\nGive a folder that you may read."
             ) from error
 
-    def _no_folder(self) -> FolderError:
+    def _no_folder_error(self) -> FolderError:
         kind = "a file" if os.path.isfile(self.folder) else "a path through a file"
         return FolderError(f"{self} must be a folder, got {kind}.\nGive the name of a folder.")
 
@@ -162,7 +162,7 @@ class LocalPlace:
         try:
             handle = open_regular(self.folder / name)
         except NotADirectoryError:
-            raise self._no_folder() from None
+            raise self._no_folder_error() from None
         with os.fdopen(handle, "rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else max(stop - start, 0))
@@ -189,7 +189,7 @@ class LocalPlace:
         except OSError as error:
             raise FolderError(
                 f"cannot write {self._shown / name}: {first_line(error)}."
-                f"\n{_remedy(error)} What was written before is whole. {self.again}"
+                f"\n{_write_remedy(error)} What was written before is whole. {self.again}"
             ) from error
 
     def create(self, name: str, chunks: Iterable[Any]) -> None:
@@ -243,9 +243,9 @@ class LocalPlace:
         data: NDArray[np.uint8] = mapped.numpy()[start:stop]
         return data
 
-    def state(self, name: str) -> State:
+    def state(self, name: str) -> FileState:
         """Return what changes with a file's bytes: its device, inode, size and time."""
-        return state_of(os.stat(self.folder / name))
+        return file_state(os.stat(self.folder / name))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -262,7 +262,7 @@ class LocalPlace:
             raise
         except OSError as error:
             raise FolderError(
-                f"cannot write to {self}: {first_line(error)}.\n{_remedy(error)}"
+                f"cannot write to {self}: {first_line(error)}.\n{_write_remedy(error)}"
             ) from error
         try:
             for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(self.folder)):
@@ -274,7 +274,7 @@ class LocalPlace:
             lock.release()
 
     @contextmanager
-    def turn(self) -> Iterator[bool]:
+    def waiting_lock(self) -> Iterator[bool]:
         """Lock the folder itself, which leaves no file; wait while another writer has its turn."""
         with ExitStack() as stack:
             # A lock on a folder that was removed meanwhile keeps nobody out.
@@ -325,18 +325,18 @@ class RemotePlace:
         except FileNotFoundError:
             return []
         except Exception as error:
-            raise self._unreachable(error) from error
+            raise self._unreachable_error(error) from error
         names = (path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
         return sorted(name for name in names if hidden or not name.startswith("."))
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes."""
-        with self._reaching(name):
+        with self._raise_unreadable(name):
             return int(self._fs.size(self._path(name)))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read a file, or a range of its bytes."""
-        with self._reaching(name):
+        with self._raise_unreadable(name):
             data = bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
             if stop is not None and len(data) < stop - start:
                 raise OSError(f"{name}: {len(data):,} of {stop - start:,} bytes came")
@@ -348,7 +348,7 @@ class RemotePlace:
             self._fs.makedirs(self._root, exist_ok=True)
             self._fs.pipe_file(self._path(name), b"".join(chunks))
         except Exception as error:
-            raise self._unreachable(error) from error
+            raise self._unreachable_error(error) from error
 
     create = write
 
@@ -359,7 +359,7 @@ class RemotePlace:
         except FileNotFoundError:
             pass
         except Exception as error:
-            raise self._unreachable(error) from error
+            raise self._unreachable_error(error) from error
 
     def remove_folder(self, name: str) -> None:
         """Remove all objects below a name, as far as that can be done."""
@@ -369,7 +369,7 @@ class RemotePlace:
     def open(self, name: str) -> OpenFile:
         """Open an object, whose ranges are downloaded as they are read."""
         self._fs.invalidate_cache(self._root)  # another process may have written the object
-        return DownloadedFile(self, name)
+        return RemoteFile(self, name)
 
     def view(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Download a range of an object's bytes."""
@@ -381,7 +381,7 @@ class RemotePlace:
         yield
 
     @contextmanager
-    def turn(self) -> Iterator[bool]:
+    def waiting_lock(self) -> Iterator[bool]:
         """Give False: object stores have no locks."""
         yield False
 
@@ -389,7 +389,7 @@ class RemotePlace:
         return f"{self._root}/{name}"
 
     @contextmanager
-    def _reaching(self, name: str) -> Iterator[None]:
+    def _raise_unreadable(self, name: str) -> Iterator[None]:
         """Turn errors of the network into an UnreadableError, but for that of a missing object."""
         try:
             yield
@@ -401,7 +401,7 @@ class RemotePlace:
                 f"\n{_CHECK} The object was not removed."
             ) from error
 
-    def _unreachable(self, error: Exception) -> FolderError:
+    def _unreachable_error(self, error: Exception) -> FolderError:
         return FolderError(
             f"{self.url} cannot be used: {type_and_line(error)}."
             f"\n{_CHECK} What was written before is whole. {self.again}"
@@ -409,7 +409,7 @@ class RemotePlace:
 
 
 @final
-class DownloadedFile:
+class RemoteFile:
     """A file of a place that is not on this machine; each range is downloaded when it is read."""
 
     __slots__ = ("_place", "name", "size", "state")
@@ -417,10 +417,10 @@ class DownloadedFile:
     def __init__(self, place: RemotePlace, name: str) -> None:
         self._place = place
         self.name: str = name
-        self.state: State | None = None
+        self.state: FileState | None = None
         self.size: int = place.size(name)
 
-    def read(self, start: int, stop: int) -> bytearray:
+    def read_range(self, start: int, stop: int) -> bytearray:
         """Download a range."""
         return bytearray(self._place.read(self.name, start, min(stop, self.size)))
 
@@ -430,7 +430,7 @@ class DownloadedFile:
 
 
 Place = LocalPlace | RemotePlace
-OpenFile = MappedFile | DownloadedFile
+OpenFile = MappedFile | RemoteFile
 
 
 def _write_first(handle: int, chunks: list[memoryview]) -> int:
@@ -469,7 +469,7 @@ def _write_group(handle: int, chunks: list[memoryview]) -> None:
             n_bytes -= min(n_bytes, chunk.nbytes)
 
 
-def _remedy(error: OSError) -> str:
+def _write_remedy(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "Free space on the disk."
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -56,7 +56,7 @@ def encode_tensors(tensors: Sequence[Tensor]) -> tuple[Iterator[Any], list[str]]
             f'"{number}":{{"dtype":"{DTYPE_NAMES[tensor.dtype]}","shape":{list(tensor.shape)},'
             f'"data_offsets":[{start},{end}]}}'
         )
-    head = framed("{" + ",".join(entries) + "}")
+    head = frame_header("{" + ",".join(entries) + "}")
     sums = [checksum(head), *[""] * len(tensors)]
 
     def buffers() -> Iterator[Any]:
@@ -69,16 +69,16 @@ def encode_tensors(tensors: Sequence[Tensor]) -> tuple[Iterator[Any], list[str]]
     return buffers(), sums
 
 
-def framed(header: str) -> bytes:
+def frame_header(header: str) -> bytes:
     """Return a header as it begins a file: padded with spaces, behind the 8 bytes of its length."""
     text = header.encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def head_size(first: Any) -> int:
+def header_end(first_bytes: Any) -> int:
     """Return where the header ends, from the first 8 bytes of a file."""
-    return 8 + int.from_bytes(first[:8], "little")
+    return 8 + int.from_bytes(first_bytes[:8], "little")
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
@@ -113,10 +113,10 @@ class TensorFile:
 
     def __init__(self, file: OpenFile, sums: Sequence[str]) -> None:
         self.file, self._sums = file, sums
-        self._start = head_size(file.read(0, 8))
+        self._start = header_end(file.read_range(0, 8))
         if self._start > file.size:
             raise ValueError(f"{file.name} must be as long as its header says")
-        head = file.read(0, self._start)
+        head = file.read_range(0, self._start)
         self._check(head, sums[0])
         self._head: dict[str, Any] = json.loads(bytes(head[8:]))
         self._tensors: dict[str, tuple[Tensor, int]] = {}
@@ -140,7 +140,7 @@ class TensorFile:
             raise OverwrittenError(f"{name} was changed in place")
         return tensor
 
-    def outline(self, name: str) -> Tensor:
+    def meta_tensor(self, name: str) -> Tensor:
         """Return a meta tensor of the shape and dtype in the header."""
         dtype, shape, _, _ = self._entry(name)
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -152,7 +152,7 @@ class TensorFile:
             KeyError, ValueError: the tensor is missing or damaged.
         """
         _, _, start, stop = self._entry(name)
-        data = self.file.read(start, stop)
+        data = self.file.read_range(start, stop)
         if name not in self.verified or self.file.state is None:
             self._check(data, self._sums[1 + int(name)])
             self.verified.add(name)

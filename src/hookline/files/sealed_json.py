@@ -50,7 +50,7 @@ class FolderFormat:
             "hookline": VERSION,
         }  # fmt: skip
 
-    def is_of(self, place: Place) -> bool:
+    def is_format_of(self, place: Place) -> bool:
         """Tell whether the manifest of a place names this format among its first keys.
 
         Raises:
@@ -79,7 +79,7 @@ def checksum(data: Any) -> str:
     return xxh3_64_hexdigest(data)
 
 
-def sealed(manifest: Mapping[str, Any]) -> bytes:
+def seal_json(manifest: Mapping[str, Any]) -> bytes:
     """Encode a manifest as JSON, one line a key, and fill in its checksum.
 
     Raises:
@@ -87,28 +87,28 @@ def sealed(manifest: Mapping[str, Any]) -> bytes:
     """
     # json's own indentation takes three times as long.
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items()]
-    before, _, after = _parted(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    before, _, after = _split_at_checksum(("{\n" + ",\n".join(lines) + "\n}\n").encode())
     return before + checksum(before + _BLANK + after).encode() + after
 
 
-def unsealed(data: bytes) -> None:
-    """Compare a manifest with the checksum that `sealed` filled in.
+def verify_seal(data: bytes) -> None:
+    """Compare a manifest with the checksum that `seal_json` filled in.
 
     Raises:
         ValueError: they differ, or the manifest has none.
     """
-    before, expected, after = _parted(data)
+    before, expected, after = _split_at_checksum(data)
     actual = checksum(before + _BLANK + after)
     if actual != expected.decode():
         raise ValueError(f"its checksum must be {expected.decode()}, got {actual}")
 
 
-def checksum_of(data: bytes) -> str:
-    """Return the checksum that `sealed` filled in."""
-    return _parted(data)[1].decode()
+def stored_checksum(data: bytes) -> str:
+    """Return the checksum that `seal_json` filled in."""
+    return _split_at_checksum(data)[1].decode()
 
 
-def _parted(data: bytes) -> tuple[bytes, bytes, bytes]:
+def _split_at_checksum(data: bytes) -> tuple[bytes, bytes, bytes]:
     """Split a manifest into the bytes before its checksum, the checksum, and the bytes after."""
     match = _CHECKSUM.search(data, 0, _HEAD_BYTES)
     if match is None:

@@ -22,7 +22,7 @@ from typing import final
 from hookline.display.text import first_line, listed
 from hookline.errors import FolderError
 from hookline.files.folder_lock import flock
-from hookline.files.mapped_file import State
+from hookline.files.mapped_file import FileState
 from hookline.files.place import LocalPlace, Place, place_of
 from hookline.files.sealed_json import MANIFEST, FolderFormat
 
@@ -74,7 +74,7 @@ def check_target(folder: str | os.PathLike[str]) -> None:
         FolderError: the folder holds files that are not a recording's, or cannot be used.
     """
     place = resolve_target(folder)
-    with place.turn():
+    with place.waiting_lock():
         _check_replaceable(place)
 
 
@@ -114,7 +114,7 @@ def _foreign_names(place: Place) -> list[str]:
 
 def _has_recording_manifest(place: Place) -> bool:
     try:
-        return RECORDING.is_of(place)
+        return RECORDING.is_format_of(place)
     except ValueError:  # a pipe, a device or a folder
         return False
 
@@ -143,7 +143,7 @@ class Draft:
         self._mark = ExitStack()
         self._is_new = isinstance(place, LocalPlace) and not place.folder.exists()
         self._is_committed = False
-        self._written: State | None = None  # the state of the manifest that was written
+        self._written: FileState | None = None  # the state of the manifest that was written
 
     def __enter__(self) -> Draft:
         try:
@@ -157,7 +157,7 @@ class Draft:
         place = self._place
         if isinstance(place, LocalPlace) and not place.folder.exists():
             place.folder.mkdir(parents=True, exist_ok=True)
-        with place.turn() as is_alone:
+        with place.waiting_lock() as is_alone:
             _check_replaceable(place)
             if isinstance(place, LocalPlace):
                 mark = place.folder / f".{self.token}.writing"
@@ -171,7 +171,7 @@ class Draft:
 
     def __exit__(self, *_: object) -> None:
         place = self._place
-        with place.turn(), suppress(OSError, ValueError):  # the next writer removes the rest
+        with place.waiting_lock(), suppress(OSError, ValueError):  # the next writer clears up
             self._mark.close()
             # Another writer, who has replaced the manifest meanwhile, left the files to this one.
             if self._leads and (not self._is_committed or self._written != _manifest_state(place)):
@@ -188,7 +188,7 @@ class Draft:
                 older recording is still there.
         """
         place = self._place
-        with place.turn() as is_alone:
+        with place.waiting_lock() as is_alone:
             _check_replaceable(place)
             older = _read_manifest(place)
             self._replace_manifest(manifest)
@@ -219,7 +219,7 @@ class Draft:
             aside.unlink()
 
 
-def _manifest_state(place: Place) -> State | None:
+def _manifest_state(place: Place) -> FileState | None:
     """Return the state of the manifest; None where files have none, or it is gone."""
     try:
         return place.state(MANIFEST) if isinstance(place, LocalPlace) else None

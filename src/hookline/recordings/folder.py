@@ -44,9 +44,9 @@ from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings
 from hookline.errors import FolderError, RanksError
 from hookline.files.place import LocalPlace, Place
-from hookline.files.reading import DAMAGE, reading
+from hookline.files.read_errors import DAMAGE, read_errors
 from hookline.files.safetensors_file import encode_tensors
-from hookline.files.sealed_json import MANIFEST, checksum_of, sealed, unsealed
+from hookline.files.sealed_json import MANIFEST, seal_json, stored_checksum, verify_seal
 from hookline.recordings.atomic_replace import RANK, RECORDING, Draft, check_target, resolve_target
 from hookline.recordings.encoding import Lost, encode
 from hookline.recordings.log_entries import Contents, Entry, PartialGradients, PassContents
@@ -200,7 +200,7 @@ def _encode_value(value: Any, writer: _TensorWriter, lost: Lost) -> Any:
 
 def manifest_bytes(body: Mapping[str, Any]) -> bytes:
     """Return the bytes of a manifest with these keys after those that all manifests have."""
-    return sealed({**RECORDING.head(), "torch": str(torch.__version__), **body})
+    return seal_json({**RECORDING.head(), "torch": str(torch.__version__), **body})
 
 
 def read_manifest(place: Place) -> dict[str, Any]:
@@ -213,14 +213,14 @@ def read_manifest(place: Place) -> dict[str, Any]:
     """
     path = f"{place}/{MANIFEST}"
     try:
-        with reading(path):
+        with read_errors(path):
             data = place.read(MANIFEST)
         manifest: dict[str, Any] = json.loads(data, object_hook=_SeenSites().refuse_repeat)
     except DAMAGE as error:
         raise FolderError(f"{path} cannot be read: {first_line(error)}.\n{REMEDY}") from error
     RECORDING.check(manifest, place)
     try:
-        unsealed(data)
+        verify_seal(data)
     except ValueError as error:
         raise FolderError(f"{path} is damaged: {error}.\n{REMEDY}") from error
     return manifest
@@ -374,7 +374,7 @@ def write_ranks(
             part = place / _rank_folder_name(dist.get_rank(), draft)
             manifest = write_tensor_files(part, draft.token, contents)
             part.write(MANIFEST, [manifest])
-            return {"checksum": checksum_of(manifest)}
+            return {"checksum": stored_checksum(manifest)}
 
         sums = [answer["checksum"] for answer in meeting.gather_results(write_part)]
         # The first rank writes the manifest of all parts; all ranks learn whether that worked.

@@ -14,9 +14,9 @@ from torch import Tensor
 from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.errors import FolderError, OverwrittenError
-from hookline.files.mapped_file import State
+from hookline.files.mapped_file import FileState
 from hookline.files.place import Place
-from hookline.files.reading import DAMAGE, UnreadableError, reading
+from hookline.files.read_errors import DAMAGE, UnreadableError, read_errors
 from hookline.files.safetensors_file import TensorFile
 from hookline.recordings.encoding import StoreTensor, decode, holds_shard, rename_tensors
 from hookline.recordings.join_dtensor_parts import Part
@@ -39,7 +39,7 @@ class TensorFiles:
         self._sums = sums
         self._opened: dict[str, TensorFile] = {}
         # A tensor needs no second verification while its file is unchanged.
-        self._verified: dict[str, tuple[State | None, set[str]]] = {}
+        self._verified: dict[str, tuple[FileState | None, set[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorFiles, (self.place, self._sums)
@@ -52,13 +52,13 @@ class TensorFiles:
     def outline(self, name: str) -> Tensor:
         """Return a meta tensor of the shape and dtype in the file's header."""
         file, key = self._locate(name)
-        return file.outline(key)
+        return file.meta_tensor(key)
 
     def verify(self, name: str) -> Tensor:
         """Compare a tensor's bytes with their checksum, then return its meta tensor."""
         file, key = self._locate(name)
         file.verify(key)
-        return file.outline(key)
+        return file.meta_tensor(key)
 
     def release(self) -> None:
         """Close the files; the next look-up opens them again. Tensors already read stay valid."""
@@ -74,7 +74,7 @@ class TensorFiles:
     def _open(self, file: str) -> TensorFile:
         if PurePath(file).name != file or file in ("", ".", ".."):
             raise ValueError(f"a tensor's file must lie in the folder, got {file!r}")
-        with reading(f"{self.place}/{file}"):
+        with read_errors(f"{self.place}/{file}"):
             opened = TensorFile(self.place.open(file), self._sums[file])
         state, verified = self._verified.get(file, (None, opened.verified))
         if state == opened.file.state:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError
 from hookline.files.place import Place, as_place
-from hookline.files.reading import DAMAGE, DamagedError, UnreadableError, reading
+from hookline.files.read_errors import DAMAGE, DamagedError, UnreadableError, read_errors
 from hookline.files.sealed_json import MANIFEST
 from hookline.stores.job import LOOP, UNKNOWN, Job, read_manifest, write_manifest
 from hookline.stores.shard_file import (
@@ -209,7 +209,7 @@ def _check_listed(shard: Shard, name: str, written: Mapping[str, Any]) -> None:
 
 def _check_names(place: Place) -> list[Damage]:
     try:
-        with reading(f"{place}/{NAMES}"):
+        with read_errors(f"{place}/{NAMES}"):
             data = place.read(NAMES)
         names = json.loads(data)
     except FileNotFoundError:

@@ -24,8 +24,8 @@ from hookline.display.text import first_line
 from hookline.engine.provenance import flags_here, versions_here
 from hookline.errors import FolderError
 from hookline.files.place import Place
-from hookline.files.reading import DAMAGE, reading
-from hookline.files.sealed_json import MANIFEST, FolderFormat, sealed, unsealed
+from hookline.files.read_errors import DAMAGE, read_errors
+from hookline.files.sealed_json import MANIFEST, FolderFormat, seal_json, verify_seal
 from hookline.statistics import Moments, merge_by_key
 from hookline.stores.manifest_form import check_manifest
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard
@@ -259,7 +259,7 @@ def write_manifest(
         statistics: Mapping[str, Moments] = reduce(merge_by_key, of_shards, {})
         body["statistics"] = {name: moments.as_json() for name, moments in statistics.items()}
         body["skipped"] = [list(item) for shard in shards for item in shard.skipped]
-    place.write(MANIFEST, [sealed({**STORE.head(), **body})])
+    place.write(MANIFEST, [seal_json({**STORE.head(), **body})])
 
 
 def is_finished(place: Place) -> bool:
@@ -280,7 +280,7 @@ def read_manifest(place: Place) -> dict[str, Any] | None:
         UnreadableError: it cannot be read now.
     """
     try:
-        with reading(f"{place}/{MANIFEST}"):
+        with read_errors(f"{place}/{MANIFEST}"):
             data = place.read(MANIFEST)
     except FileNotFoundError:
         return None
@@ -289,7 +289,7 @@ def read_manifest(place: Place) -> dict[str, Any] | None:
     try:
         manifest: dict[str, Any] = json.loads(data)
         STORE.check(manifest, place)
-        unsealed(data)
+        verify_seal(data)
         check_manifest(manifest)
     except FolderError:
         raise

@@ -10,8 +10,8 @@ from typing import Any
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError, InputError, StructureError
 from hookline.files.place import LocalPlace, Place, as_place
-from hookline.files.reading import DamagedError
-from hookline.files.safetensors_file import head_size
+from hookline.files.read_errors import DamagedError
+from hookline.files.safetensors_file import header_end
 from hookline.stores.first_batch import difference
 from hookline.stores.job import LOOP, UNKNOWN, exact, read_manifest, write_manifest
 from hookline.stores.shard_file import Shard, name_of, number_of, read_shard, renumbered
@@ -228,7 +228,7 @@ def _concatenate(
         for number in range(len(manifest["shards"]["seals"])):
             name = name_of(number)
             shard = _read(place, name)
-            end = head_size(place.read(name, 0, 8))
+            end = header_end(place.read(name, 0, 8))
             head, new = renumbered(
                 place.read(name, 0, end), shard.size, len(shards), before + shard.batches[0]
             )

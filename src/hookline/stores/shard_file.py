@@ -27,14 +27,14 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from hookline.display.text import first_line
 from hookline.files.place import Place
-from hookline.files.reading import DAMAGE, DamagedError, reading
+from hookline.files.read_errors import DAMAGE, DamagedError, read_errors
 from hookline.files.safetensors_file import (
     DTYPE_NAMES,
     DTYPES,
     IN_NUMPY,
     flat_bytes,
-    framed,
-    head_size,
+    frame_header,
+    header_end,
 )
 from hookline.statistics import Moments
 from hookline.statistics.flat_numbers import to_real_float
@@ -228,7 +228,7 @@ def _columns(chunks: Sequence[Chunk]) -> dict[str, list[Tensor]]:
 
 def _sealed(description: Mapping[str, Any], entries: Mapping[str, Any]) -> bytes:
     """Return the 8 bytes of length and the header, with its checksum filled in."""
-    head = framed(json.dumps({METADATA: {"hookline": json.dumps(description)}, **entries}))
+    head = frame_header(json.dumps({METADATA: {"hookline": json.dumps(description)}, **entries}))
     at = head.index(_BLANK)
     return head[:at] + xxh3_128_hexdigest(head).encode() + head[at + len(_BLANK) :]
 
@@ -332,7 +332,7 @@ def read_shard(place: Place, name: str, *, verify: bool = False) -> Shard:
         DamagedError: the bytes of the file were read, and are wrong.
     """
     try:
-        with reading(f"{place}/{name}"):
+        with read_errors(f"{place}/{name}"):
             return _read_shard(place, name, verify=verify)
     except DAMAGE as error:
         raise DamagedError(first_line(error)) from error
@@ -341,7 +341,7 @@ def read_shard(place: Place, name: str, *, verify: bool = False) -> Shard:
 def _read_shard(place: Place, name: str, *, verify: bool) -> Shard:
     size = place.size(name)
     first = place.read(name, 0, min(8, size))
-    end = head_size(first)
+    end = header_end(first)
     if not 8 < end <= size:
         raise ValueError(f"it must be as long as its header says, got {size} bytes")
     shard = decode(first + place.read(name, 8, end), size)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.files.place import LocalPlace, Place
-from hookline.files.reading import DAMAGE, reading
-from hookline.files.safetensors_file import DTYPES, head_size
+from hookline.files.read_errors import DAMAGE, read_errors
+from hookline.files.safetensors_file import DTYPES, header_end
 from hookline.stores.shard_file import (
     LENGTH,
     ColumnForm,
@@ -237,7 +237,7 @@ class Shards:
     def _noticing_damage(self, shard: int) -> Iterator[None]:
         """Forget a shard that turns out to be damaged, so that a mended shard is read again."""
         try:
-            with reading(self.name(shard)):
+            with read_errors(self.name(shard)):
                 yield
         except FolderError:
             raise
@@ -284,11 +284,11 @@ class Shards:
             state = place.state(file)
             data = self._map(place, file)
             size, first = len(data), data[:8].tobytes()
-            read = data[: head_size(first)].tobytes()
+            read = data[: header_end(first)].tobytes()
         else:
             size = place.size(file)
             first = place.read(file, 0, min(8, size))
-            read = first + place.read(file, 8, min(head_size(first), size))
+            read = first + place.read(file, 8, min(header_end(first), size))
         if size != self.sizes[shard]:
             raise ValueError(f"it must be {self.sizes[shard]:,} bytes long, got {size:,}")
         description = decode(read, size)

@@ -25,7 +25,7 @@ from hookline.errors import (
     StructureError,
 )
 from hookline.files.place import Place, as_place
-from hookline.files.reading import DAMAGE, reading
+from hookline.files.read_errors import DAMAGE, read_errors
 from hookline.files.sealed_json import MANIFEST
 from hookline.findings import Findings
 from hookline.recordings.key_index import suggestion_text
@@ -253,7 +253,7 @@ class Store(Result):
         """
         self._check_single("names")
         try:
-            with reading(f"{self._place}/{NAMES}"):
+            with read_errors(f"{self._place}/{NAMES}"):
                 data = self._place.read(NAMES)
             names = json.loads(data)
             if not isinstance(names, list):

@@ -22,7 +22,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.files.place import place_of
-from hookline.files.sealed_json import sealed
+from hookline.files.sealed_json import seal_json
 from hookline.stores import job as manifest_module
 from hookline.stores.batch_columns import Offload
 from hookline.stores.job import environment, write_manifest
@@ -664,7 +664,7 @@ def test_a_store_without_first_values_is_warned_of(tmp_path):
     manifest = json.loads(path.read_bytes())
     del manifest["job"]["first_batch"]
     manifest["checksum"] = "0" * 16
-    path.write_bytes(sealed(manifest))
+    path.write_bytes(seal_json(manifest))
     with pytest.warns(hl.HooklineWarning, match=r"was begun by an older hookline"):
         hl.extract(Scaled(2.0), ROWS, "", tmp_path / "s", **SMALL)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.files.sealed_json import checksum, sealed
+from hookline.files.sealed_json import checksum, seal_json
 from packed_pages import core_of
 
 
@@ -21,7 +21,7 @@ def manifest_of(folder, change):
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
-    path.write_bytes(sealed(manifest))
+    path.write_bytes(seal_json(manifest))
 
 
 def test_a_recording_of_another_version_says_what_to_do(served, runs, tmp_path):

@@ -10,7 +10,7 @@ from typing import Protocol, final
 from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.files.place import Place
-from hookline.files.reading import DamagedError
+from hookline.files.read_errors import DamagedError
 from hookline.stores.job import Job
 from hookline.stores.shard_file import Shard, Writer, name_of, read_shard
 from hookline.verbs.extract.collective_steps import Pulse, Ranks

@@ -19,7 +19,7 @@ from hookline.engine import path_text, sharding_kind
 from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.errors import FolderError, InputError, RanksError, StructureError, warn
 from hookline.files.place import LocalPlace, Place
-from hookline.files.reading import DAMAGE, DamagedError
+from hookline.files.read_errors import DAMAGE, DamagedError
 from hookline.files.sealed_json import MANIFEST
 from hookline.stores.first_batch import difference
 from hookline.stores.job import (
@@ -407,7 +407,7 @@ def _in_threads(step: Callable[[T], None], values: Iterable[T]) -> None:
 def _warn_of_space(place: Place, n_bytes: int) -> None:
     """Warn if a store will not fit on its disk, before anything large is written."""
     if isinstance(place, LocalPlace):
-        free = shutil.disk_usage(place.nearest()).free
+        free = shutil.disk_usage(place.nearest_existing()).free
         if n_bytes > free:
             warn(
                 f"the store will take about {size(n_bytes)}, and {place} has {size(free)} free."

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.engine import path_text
-from hookline.files.replace_text import write_file
+from hookline.files.atomic_text import write_file
 from hookline.verbs.profile.call_tree import BACKWARD, PHASES, Context
 from hookline.verbs.profile.thread_account import Lane
 

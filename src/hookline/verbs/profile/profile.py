@@ -28,7 +28,7 @@ from hookline.engine import (
 )
 from hookline.engine.report.why_silent import shared_pass_warning
 from hookline.errors import warn
-from hookline.files.replace_text import path_of
+from hookline.files.atomic_text import as_path
 from hookline.util.stopwatch import STOPWATCH
 from hookline.verbs.profile.call_tree import (
     BACKWARD,

@@ -13,7 +13,7 @@ from hookline.data.fingerprints import fingerprint
 from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.errors import FolderError
 from hookline.files.place import place_of
-from hookline.files.sealed_json import MANIFEST, FolderFormat, sealed, unsealed
+from hookline.files.sealed_json import MANIFEST, FolderFormat, seal_json, verify_seal
 from hookline.verbs.sweep.grid import Entry
 
 FORMAT = FolderFormat(
@@ -70,7 +70,7 @@ class SweepFolder:
             data = self._place.read(MANIFEST)
             manifest = json.loads(data)
             FORMAT.check(manifest, self._place)
-            unsealed(data)
+            verify_seal(data)
         except ValueError as error:
             raise FolderError(
                 f"{self._place} is damaged: {error}.\nMeasure the sweep again in a new folder."
@@ -94,5 +94,5 @@ class SweepFolder:
         """
         rows = [(index, number.hex(), has_moved) for index, (number, has_moved) in results.items()]
         manifest = {**FORMAT.head(), "job": self._job, "results": rows}
-        self._place.write(MANIFEST, [sealed(manifest)])
+        self._place.write(MANIFEST, [seal_json(manifest)])
         self.results = dict(results)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hookline.display.units import count, size
 from hookline.errors import FolderError, HooklineError
+from hookline.files.atomic_text import write_atomically
 from hookline.files.place import local_path
-from hookline.files.replace_text import replace_text
 from hookline.files.sealed_json import MANIFEST
 from hookline.findings import Findings
 from hookline.recordings import Recording
@@ -305,7 +305,7 @@ def write_page_file(target: Path, text: str) -> Path:
     missing = [folder for folder in target.parents if not os.path.exists(folder)]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(target, text)
+        write_atomically(target, text)
     except BaseException as error:  # also at Ctrl-C
         for folder in missing:
             with suppress(OSError):

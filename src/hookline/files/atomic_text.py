@@ -9,7 +9,7 @@ from pathlib import Path
 from hookline.errors import FolderError
 
 
-def replace_text(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a text file; an older file of this name stays as it was if that fails.
 
     Raises:
@@ -28,7 +28,7 @@ def replace_text(path: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def path_of(file: str | Path) -> Path:
+def as_path(file: str | Path) -> Path:
     """Convert the argument of a method that writes a file to a path.
 
     Raises:
@@ -49,7 +49,7 @@ def write_file(path: Path, text: str) -> Path:
         FolderError: the file cannot be written.
     """
     try:
-        replace_text(path, text)
+        write_atomically(path, text)
     except OSError as error:
         raise FolderError(
             f"the file must be one that can be written, got {path}: {error.strerror or error}."

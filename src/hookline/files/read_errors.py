@@ -33,7 +33,7 @@ class DamagedError(ValueError):
 
 
 @contextmanager
-def reading(file: str) -> Iterator[None]:
+def read_errors(file: str) -> Iterator[None]:
     """Turn the errors of reading a file into an `UnreadableError`.
 
     A pipe or a folder in the place of a file stays a ValueError, and a missing file what it is.
@@ -44,12 +44,12 @@ def reading(file: str) -> Iterator[None]:
         raise
     except (OSError, RuntimeError, MemoryError) as error:
         raise UnreadableError(
-            f"{file} cannot be read: {first_line(error)}.\n{_remedy(error)} The file was not"
+            f"{file} cannot be read: {first_line(error)}.\n{_read_remedy(error)} The file was not"
             " removed."
         ) from error
 
 
-def _remedy(error: OSError | RuntimeError | MemoryError) -> str:
+def _read_remedy(error: OSError | RuntimeError | MemoryError) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, RuntimeError) and (match := _NUMBER.search(first_line(error))):
         number = int(match[1])
