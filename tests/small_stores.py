@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hookline.files.place import Place, place_of
 from hookline.files.safetensors_file import DTYPES
-from hookline.stores.job import made_here, write_manifest
+from hookline.stores.job_manifest import origin_here, write_manifest
 from hookline.stores.shard_file import Chunk, encode, name_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -42,7 +42,7 @@ def write_store(
         "batch_size": batch_size, "shard_batches": shard_batches, "n_items": n_items,
         "model": {}, "options": {}, "data": {},
     }  # fmt: skip
-    write_manifest(place, job, made_here())
+    write_manifest(place, job, origin_here())
     offsets = [0, *torch.tensor(lengths or []).cumsum(0).tolist()]
     chunks = []
     for batch, first in enumerate(range(0, n_items, batch_size)):
@@ -64,5 +64,5 @@ def write_store(
         place.write(name_of(number), buffers)
         shards.append(shard)
     if is_finished:
-        write_manifest(place, job, made_here(), shards)
+        write_manifest(place, job, origin_here(), shards)
     return place

@@ -7,7 +7,7 @@ import os
 from hookline.curves import Curves, is_run, open_run
 from hookline.files.place import LocalPlace, Place
 from hookline.recordings import Recording, open_recording, place_of_recording
-from hookline.stores.job import STORE
+from hookline.stores.job_manifest import STORE
 from hookline.stores.shard_file import number_of
 from hookline.stores.store import Store, open_store
 

@@ -48,7 +48,7 @@ def columns_of(
     sites: Sequence[Site],
     n_items: int,
     tokens: Tokens | None,
-    forms: Mapping[str, ColumnForm] | None,
+    forms_before: Mapping[str, ColumnForm] | None,
 ) -> tuple[dict[str, Tensor], dict[str, ColumnForm]]:
     """Take the columns out of one pass.
 
@@ -57,7 +57,7 @@ def columns_of(
         sites: the wanted sites.
         n_items: how many items the batch has.
         tokens: its tokens, for rows a token.
-        forms: the form of each column, as the first batch had it; None in the first batch.
+        forms_before: the form of each column, as the first batch had it; None in the first batch.
 
     Returns:
         The columns by name, on the device where the model left them, and their forms.
@@ -71,20 +71,20 @@ def columns_of(
     forms_here: dict[str, ColumnForm] = {}
     without = []
     for site in sites:
-        tensors = list(tree.tensors(_only(record, site)))
+        tensors = list(tree.tensors(_single_call(record, site)))
         if not tensors:
             without.append(str(site))
         for leaf, tensor in tensors:
             name = str(replace(site, leaf=site.leaf + leaf))
             _check_name(name)
             _check_dense(name, tensor)
-            form_before = None if forms is None else forms.get(name)
-            rows, per = _rows(name, tensor, n_items, tokens, form_before)
+            form_before = None if forms_before is None else forms_before.get(name)
+            rows, per = _rows_and_kind(name, tensor, n_items, tokens, form_before)
             form = ColumnForm(name, DTYPE_NAMES[rows.dtype], tuple(rows.shape[1:]), per)
-            if forms is not None and form != form_before:
-                raise StructureError(_changed(name, form_before, form))
+            if forms_before is not None and form != form_before:
+                raise StructureError(_form_change_text(name, form_before, form))
             columns[name], forms_here[name] = rows, form
-    missing = [name for name in forms or () if name not in columns]
+    missing = [name for name in forms_before or () if name not in columns]
     if missing:
         raise StructureError(
             f"{missing[0]} must have a value for each batch, got none.\nSelect the leaf that is"
@@ -95,7 +95,7 @@ def columns_of(
             f"a selected site must have a tensor, got none at {listed(sites, 3)}."
             "\nSelect a site whose value has tensors; a function keep= must return tensors."
         )
-    if without and forms is None:
+    if without and forms_before is None:
         warn(f"{listed(without, 3)} has no tensor in the first batch, so it gets no column.")
     return columns, forms_here
 
@@ -132,7 +132,7 @@ def _check_dense(name: str, tensor: Tensor) -> None:
     )
 
 
-def _only(record: PassValues, site: Site) -> Any:
+def _single_call(record: PassValues, site: Site) -> Any:
     calls = record.calls(site)
     if len(calls) > 1:
         raise AmbiguousError(
@@ -142,26 +142,26 @@ def _only(record: PassValues, site: Site) -> Any:
     return calls[0]
 
 
-def _rows(
-    name: str, tensor: Tensor, n_items: int, tokens: Tokens | None, form: ColumnForm | None
+def _rows_and_kind(
+    name: str, tensor: Tensor, n_items: int, tokens: Tokens | None, old_form: ColumnForm | None
 ) -> tuple[Tensor, Literal["item", "token"]]:
     """Return a value's rows, and whether they are of items or of tokens.
 
     A batch may have as many tokens as a value has anything else: the first batch then decides.
     """
-    is_as_before = form is not None and tensor.ndim > 0 and tensor.shape[1:] == form.shape
-    before = form.per if form is not None and is_as_before else None
+    is_as_before = old_form is not None and tensor.ndim > 0 and tensor.shape[1:] == old_form.shape
+    before = old_form.per if old_form is not None and is_as_before else None
     if before == "item" and len(tensor) == n_items:
         return tensor, "item"
     if tokens is not None:
         # Of one token for each item there are as many rows of tokens as of items.
         may_be_flat = before == "token" or tokens.mask.numel() != n_items
-        if form is None:
-            _check_clear(name, tensor, tokens)
+        if old_form is None:
+            _check_token_dimension(name, tensor, tokens)
         rows = _token_rows(tensor, tokens, may_be_flat=may_be_flat)
         if rows is not None:
-            if form is None:
-                _check_one_kind(name, tensor, tokens)
+            if old_form is None:
+                _check_one_side(name, tensor, tokens)
             return rows, "token"
     if tensor.ndim > 0 and len(tensor) == n_items:
         return tensor, "item"
@@ -174,7 +174,7 @@ def _rows(
     )
 
 
-def _check_clear(name: str, tensor: Tensor, tokens: Tokens) -> None:
+def _check_token_dimension(name: str, tensor: Tensor, tokens: Tokens) -> None:
     """Refuse a value whose second dimension may be tokens or something else.
 
     Such are scores of shape (items, tokens), and attention of shape (items, heads, tokens, ...) in
@@ -193,7 +193,7 @@ def _check_clear(name: str, tensor: Tensor, tokens: Tokens) -> None:
     )
 
 
-def _check_one_kind(name: str, tensor: Tensor, tokens: Tokens) -> None:
+def _check_one_side(name: str, tensor: Tensor, tokens: Tokens) -> None:
     """Refuse a value whose rows may be the tokens of an encoder or those of its decoder."""
     if tokens.rival is None:
         return
@@ -215,13 +215,13 @@ def _token_rows(tensor: Tensor, tokens: Tokens, *, may_be_flat: bool) -> Tensor 
     """
     shape = tokens.mask.shape
     if tensor.ndim > 2 and tensor.shape[:2] == shape:
-        return _of_tokens(tensor, tokens)
+        return _drop_padding(tensor, tokens)
     if may_be_flat and tensor.ndim > 0 and len(tensor) == shape.numel():
-        return _of_tokens(tensor.reshape(*shape, *tensor.shape[1:]), tokens)
+        return _drop_padding(tensor.reshape(*shape, *tensor.shape[1:]), tokens)
     return None
 
 
-def _of_tokens(tensor: Tensor, tokens: Tokens) -> Tensor:
+def _drop_padding(tensor: Tensor, tokens: Tokens) -> Tensor:
     """Drop the padding: slices where it is at the end, which are five times faster than a mask."""
     longest = tokens.mask.shape[1]
     lengths = torch.tensor(tokens.lengths, device=tokens.mask.device)
@@ -232,7 +232,7 @@ def _of_tokens(tensor: Tensor, tokens: Tokens) -> Tensor:
     return tensor[tokens.mask.to(tensor.device)]
 
 
-def _changed(name: str, before: ColumnForm | None, form: ColumnForm) -> str:
+def _form_change_text(name: str, before: ColumnForm | None, form: ColumnForm) -> str:
     if before is None:
         return (
             f"{name} must have a value for each batch, got none for the first."

@@ -17,7 +17,7 @@ from hookline.engine import hide_from_dir
 from hookline.errors import StructureError
 from hookline.files.safetensors_file import DTYPES
 from hookline.stores.shard_file import LENGTH, ColumnForm, numpy_dtype, tensor_of
-from hookline.stores.shards import MISSING, Gatherer, Mapped, Shards, find
+from hookline.stores.shard_reader import MISSING, Gatherer, Mapped, Shards, find
 
 _MOST_AT_ONCE = 8192  # rows: they may lie in as many files
 
@@ -71,7 +71,7 @@ class Column:
         # What a row is copied from: single numbers, and dtypes that NumPy lacks, need more.
         self._simple = self._mapped if self._is_plain and self._form.shape else {}
         self._gatherer: Gatherer | None = None
-        if self._shards.is_mapped and Gatherer.can(self._form.shape):
+        if self._shards.is_mapped and Gatherer.can_gather(self._form.shape):
             self._gatherer = Gatherer(self._form.shape, self._numpy_dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -202,7 +202,7 @@ class Column:
             StructureError: the rows of this column are items, not tokens; write `column[item]`.
             FolderError: a shard is gone or damaged.
         """
-        return self.tensor(self._item(item))
+        return self.tensor(self._rows_of_item(item))
 
     def of_items(self, items: Any) -> list[Tensor]:
         """Return a list of the rows of several items, a tensor `(tokens, ...)` for each item.
@@ -222,7 +222,7 @@ class Column:
             StructureError: the rows of this column are items, not tokens; write `column[items]`.
             FolderError: a shard is gone or damaged.
         """
-        return [self.tensor(self._item(item)) for item in self._positions(items)]
+        return [self.tensor(self._rows_of_item(item)) for item in self._item_positions(items)]
 
     def padded(self, items: Any) -> tuple[Tensor, Tensor]:
         """Return the rows of several items in one tensor, with zeros behind the shorter ones.
@@ -247,7 +247,7 @@ class Column:
             StructureError: the rows of this column are items, not tokens; write `column[items]`.
             FolderError: a shard is gone or damaged.
         """
-        rows = [self._item(item, copied=False) for item in self._positions(items)]
+        rows = [self._rows_of_item(item, copied=False) for item in self._item_positions(items)]
         lengths = np.array([len(tokens) for tokens in rows], np.int64)
         longest = int(lengths.max(initial=0))
         padded = np.zeros((len(rows), longest, *self._form.shape), self._numpy_dtype)
@@ -255,7 +255,7 @@ class Column:
             target[: len(tokens)] = tokens
         return self.tensor(padded), from_numpy(np.arange(longest) < lengths[:, None])
 
-    def _item(self, item: int, *, copied: bool = True) -> NDArray[Any]:
+    def _rows_of_item(self, item: int, *, copied: bool = True) -> NDArray[Any]:
         self._check_ragged("of_item")
         n_items = self._shards.item_bounds.length
         if not hasattr(item, "__index__"):
@@ -270,9 +270,9 @@ class Column:
         rows = self.array(shard)[stops[number - 1] if number else 0 : stops[number]]
         return rows.copy() if copied else rows
 
-    def _positions(self, items: Any) -> list[int]:
+    def _item_positions(self, items: Any) -> list[int]:
         n_items = self._shards.item_bounds.length
-        numbers: list[int] = positions(items, n_items, "items").reshape(-1).tolist()
+        numbers: list[int] = index_to_positions(items, n_items, "items").reshape(-1).tolist()
         return numbers
 
     def _check_ragged(self, attribute: str) -> None:
@@ -288,7 +288,7 @@ class Column:
         """Read rows, and what further indices pick of them, as an array of its own memory."""
         rows, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
         if rows is Ellipsis or rows is None or (isinstance(index, tuple) and not index):
-            return self._own(self._slice(slice(None), ())[index])
+            return self._copy(self._slice(slice(None), ())[index])
         is_basic = all(
             part is None or part is Ellipsis or isinstance(part, slice) or type(part) is int
             for part in rest
@@ -296,14 +296,14 @@ class Column:
         if isinstance(rows, slice):
             if is_basic:
                 return self._slice(rows, tuple(rest))
-            return self._own(self._slice(rows, ())[(slice(None), *_as_arrays(rest))])
-        rows = positions(rows, self._length, "rows")
+            return self._copy(self._slice(rows, ())[(slice(None), *_tensors_to_arrays(rest))])
+        rows = index_to_positions(rows, self._length, "rows")
         if is_basic:
             values = self._gather(rows.reshape(-1), tuple(rest))
             return values.reshape((*rows.shape, *values.shape[1:]))
         values = self._gather(rows.reshape(-1), ())
         places = np.arange(rows.size).reshape(rows.shape) if rows.ndim else 0
-        return self._own(values[(places, *_as_arrays(rest))])
+        return self._copy(values[(places, *_tensors_to_arrays(rest))])
 
     def _slice(self, rows: slice, rest: tuple[Any, ...]) -> NDArray[Any]:
         """Copy the rows of a slice, shard by shard."""
@@ -379,7 +379,7 @@ class Column:
         mapped = self._mapped.get(shard)
         return self._shards.rows(shard, self._form) if mapped is None else mapped
 
-    def _own(self, array: NDArray[Any]) -> NDArray[Any]:
+    def _copy(self, array: NDArray[Any]) -> NDArray[Any]:
         return np.array(array, order="C")
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
@@ -397,7 +397,7 @@ class Column:
         )
 
 
-def positions(index: Any, length: int, word: str) -> NDArray[np.int64]:
+def index_to_positions(index: Any, length: int, word: str) -> NDArray[np.int64]:
     """Return a number, a slice, numbers or a mask as an array of numbers from 0.
 
     `length` is the number of rows or items, and `word` the word for them.
@@ -436,5 +436,5 @@ def positions(index: Any, length: int, word: str) -> NDArray[np.int64]:
     return np.where(numbers < 0, numbers + length, numbers)
 
 
-def _as_arrays(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+def _tensors_to_arrays(rest: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(part.detach().cpu().numpy() if isinstance(part, Tensor) else part for part in rest)

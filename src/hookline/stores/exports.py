@@ -80,11 +80,11 @@ def export(source: ExportedColumns, to: str | os.PathLike[str], format: Format) 
 # -- what is written ------------------------------------------------------------------------------
 
 
-def _dtype(column: Column) -> torch.dtype:
+def _exported_dtype(column: Column) -> torch.dtype:
     return torch.float32 if column.dtype in _WIDENED else column.dtype
 
 
-def _numbers(column: Column, rows: slice) -> NDArray[Any]:
+def _read_numbers(column: Column, rows: slice) -> NDArray[Any]:
     """Read rows as NumPy numbers; dtypes that it lacks are widened, which is exact."""
     if column.dtype in _WIDENED:
         return column[rows].float().numpy()
@@ -100,7 +100,7 @@ def _row_bytes(column: Column) -> int:
     return column.nbytes // max(len(column), 1)
 
 
-def _n_rows(row_bytes: int, most_bytes: int) -> int:
+def _n_rows_within(row_bytes: int, most_bytes: int) -> int:
     """Return how many rows fit into so many bytes, and at least one."""
     return max(1, most_bytes // max(row_bytes, 1))
 
@@ -115,14 +115,14 @@ def _write_npy(source: ExportedColumns, path: Path) -> None:
     for column in _with_lengths(source.columns):
         names[column.name] = f"{quote(column.name, safe='@()[] ')}.npy"
         header = {
-            "descr": np.lib.format.dtype_to_descr(numpy_dtype(_dtype(column))),
+            "descr": np.lib.format.dtype_to_descr(numpy_dtype(_exported_dtype(column))),
             "fortran_order": False,
             "shape": column.shape,
         }
         with (path / names[column.name]).open("xb") as file:
             np.lib.format.write_array_header_1_0(file, header)
-            for rows in _slices(len(column), _n_rows(_row_bytes(column), _PART_BYTES)):
-                file.write(np.ascontiguousarray(_numbers(column, rows)).data)
+            for rows in _slices(len(column), _n_rows_within(_row_bytes(column), _PART_BYTES)):
+                file.write(np.ascontiguousarray(_read_numbers(column, rows)).data)
     (path / "columns.json").write_text(json.dumps(names, indent=1))
 
 
@@ -132,15 +132,15 @@ def _write_zarr(source: ExportedColumns, path: Path) -> None:
 
     group = zarr.open_group(str(path), mode="w-")
     for column in _with_lengths(source.columns):
-        n_rows = min(max(len(column), 1), _n_rows(_row_bytes(column), _CHUNK_BYTES))
+        n_rows = min(max(len(column), 1), _n_rows_within(_row_bytes(column), _CHUNK_BYTES))
         array = group.create_array(
             _array_name(column.name),
             shape=column.shape,
-            dtype=numpy_dtype(_dtype(column)),
+            dtype=numpy_dtype(_exported_dtype(column)),
             chunks=(n_rows, *(max(size, 1) for size in column.shape[1:])),
         )
         for rows in _slices(len(column), n_rows):
-            array[rows] = _numbers(column, rows)
+            array[rows] = _read_numbers(column, rows)
 
 
 def _array_name(column: str) -> str:
@@ -163,10 +163,10 @@ def _write_parquet(source: ExportedColumns, path: Path) -> None:
     from pyarrow import parquet
 
     # pandas makes arrays of objects of nested lists, which NumPy cannot stack.
-    schema = _schema(source, is_flat=True)
+    schema = _arrow_schema(source, is_flat=True)
     # Activations do not repeat: a dictionary of them is larger than they are.
     with parquet.ParquetWriter(path, schema, use_dictionary=list(source.texts)) as writer:
-        for batch in _batches(source, schema):
+        for batch in _record_batches(source, schema):
             writer.write_batch(batch)
 
 
@@ -175,9 +175,9 @@ def _write_lance(source: ExportedColumns, path: Path) -> None:
     import pyarrow as pa
 
     # Lance takes a dot in a name for a field of a structure.
-    schema = _schema(source)
+    schema = _arrow_schema(source)
     schema = pa.schema([field.with_name(field.name.replace(".", "/")) for field in schema])
-    reader = pa.RecordBatchReader.from_batches(schema, _batches(source, schema))
+    reader = pa.RecordBatchReader.from_batches(schema, _record_batches(source, schema))
     lance.write_dataset(reader, str(path), schema=schema, mode="create")
 
 
@@ -186,11 +186,11 @@ def _write_datasets(source: ExportedColumns, path: Path) -> None:
     import pyarrow as pa
     from datasets import DatasetInfo, Features
 
-    schema = _schema(source)
+    schema = _arrow_schema(source)
     path.mkdir()
     name = "data-00000-of-00001.arrow"
     with pa.OSFile(str(path / name), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        for batch in _batches(source, schema):
+        for batch in _record_batches(source, schema):
             writer.write_batch(batch)
     # What `save_to_disk` writes beside the file; it would copy the file, and show a bar.
     DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(path))
@@ -202,7 +202,7 @@ def _write_datasets(source: ExportedColumns, path: Path) -> None:
     (path / "state.json").write_text(json.dumps(state))
 
 
-def _schema(source: ExportedColumns, *, is_flat: bool = False) -> Any:
+def _arrow_schema(source: ExportedColumns, *, is_flat: bool = False) -> Any:
     """Return the Arrow schema: a column of rows is of fixed size, one of tokens a list of them.
 
     `is_flat` makes a row of several dimensions one list, and notes its shape in the metadata.
@@ -228,7 +228,7 @@ def _arrow_dtype(column: Column) -> np.dtype[Any]:
     elif 0 in column.shape[1:]:
         expected = f"rows of one or more numbers, got {list(column.shape[1:])}"
     else:
-        dtype: np.dtype[Any] = numpy_dtype(_dtype(column))
+        dtype: np.dtype[Any] = numpy_dtype(_exported_dtype(column))
         return dtype
     raise StructureError(
         f"{column.name} must have {expected}."
@@ -236,57 +236,57 @@ def _arrow_dtype(column: Column) -> np.dtype[Any]:
     )
 
 
-def _batches(source: ExportedColumns, schema: Any) -> Iterator[Any]:
+def _record_batches(source: ExportedColumns, schema: Any) -> Iterator[Any]:
     """Yield record batches of a row an item."""
     import pyarrow as pa
 
     columns = source.columns
-    for items, rows in _items(columns, source.n_items):
+    for items, rows in _item_ranges(columns, source.n_items):
         arrays = [
-            _arrow(
-                _numbers(column, rows if column.is_ragged else items),
+            _to_arrow(
+                _read_numbers(column, rows if column.is_ragged else items),
                 field.type,
                 column.lengths.numpy(items) if column.is_ragged else None,
             )
             for column, field in zip(columns, schema, strict=False)
         ]
-        arrays += [pa.array(list(map(_printable, texts[items]))) for texts in source.texts.values()]
+        arrays += [pa.array(list(map(_escaped, texts[items]))) for texts in source.texts.values()]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _arrow(numbers: NDArray[Any], kind: Any, lengths: NDArray[np.int64] | None) -> Any:
+def _to_arrow(numbers: NDArray[Any], kind: Any, lengths: NDArray[np.int64] | None) -> Any:
     """Return rows as an Arrow array; with lengths, as lists of rows."""
     import pyarrow as pa
 
     if lengths is not None:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        rows = _arrow(numbers, kind.value_type, None)
+        rows = _to_arrow(numbers, kind.value_type, None)
         return pa.ListArray.from_arrays(offsets, rows, type=kind)
     if pa.types.is_fixed_size_list(kind):
-        parts = _arrow(numbers, kind.value_type, None)
+        parts = _to_arrow(numbers, kind.value_type, None)
         return pa.FixedSizeListArray.from_arrays(parts, type=kind)
     return pa.array(numbers.reshape(-1), kind)
 
 
-def _printable(text: str) -> str:
+def _escaped(text: str) -> str:
     """Return a name of a file as Unicode; bytes that are none are escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _items(columns: Sequence[Column], n_items: int) -> Iterator[tuple[slice, slice]]:
+def _item_ranges(columns: Sequence[Column], n_items: int) -> Iterator[tuple[slice, slice]]:
     """Yield ranges of items of about equal bytes, each with the range of its tokens."""
     per_item = sum(_row_bytes(column) for column in columns if not column.is_ragged)
     per_token = sum(_row_bytes(column) for column in columns if column.is_ragged)
     lengths = next((column.lengths for column in columns if column.is_ragged), None)
     before = 0
-    for items in _slices(n_items, _n_rows(max(per_item, 8), _PART_BYTES)):
+    for items in _slices(n_items, _n_rows_within(max(per_item, 8), _PART_BYTES)):
         if lengths is None:
             yield items, items
             continue
         stops = np.cumsum(lengths.numpy(items)) + before
         first, start = 0, before
         while first < len(stops):
-            most = start + _n_rows(per_token, _PART_BYTES)
+            most = start + _n_rows_within(per_token, _PART_BYTES)
             last = max(int(np.searchsorted(stops, most, "right")), first + 1)
             stop = int(stops[last - 1])
             yield slice(items.start + first, items.start + last), slice(start, stop)

@@ -45,10 +45,10 @@ def findings_of_store(
     if broken:
         rows.append(_non_finite(broken, measured[broken[0]], dtypes[broken[0]]))
     if zero:
-        rows.append(_alike(zero, "dead", "is zero in every item", "warning", "100 % zero"))
+        rows.append(_finding(zero, "dead", "is zero in every item", "warning", "100 % zero"))
     if constant:
         number = measure(measured[constant[0]].min)
-        rows.append(_alike(constant, "constant", "has one number in every item", "note", number))
+        rows.append(_finding(constant, "constant", "has one number in every item", "note", number))
     if skipped:
         rows.append(_skipped(skipped, n_items))
     facts = f"{plural(len(statistics), 'site')}, {plural(n_items, 'item')}"
@@ -62,10 +62,10 @@ def _non_finite(sites: Sequence[str], first: Moments, dtype: torch.dtype) -> Fin
     number = f"{share(first.non_finite / first.count)} NaN, inf"
     cast = ".float()" * (dtype.itemsize == 1)  # torch has no isfinite of most dtypes of 8 bits
     advice = f"Find the items: store[{sites[0]!r}][:]{cast}.isfinite() tells them."
-    return _alike(sites, "non-finite", text, "error", number, advice)
+    return _finding(sites, "non-finite", text, "error", number, advice)
 
 
-def _alike(
+def _finding(
     sites: Sequence[str], kind: str, text: str, level: Level, number: str, advice: str = ""
 ) -> Finding:
     """Tell of the first of the sites what holds at all of them."""

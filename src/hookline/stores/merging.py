@@ -12,13 +12,13 @@ from hookline.errors import FolderError, InputError, StructureError
 from hookline.files.place import LocalPlace, Place, as_place
 from hookline.files.read_errors import DamagedError
 from hookline.files.safetensors_file import header_end
-from hookline.stores.first_batch import difference
-from hookline.stores.job import LOOP, UNKNOWN, exact, read_manifest, write_manifest
+from hookline.stores.first_batch_summary import compare_summaries
+from hookline.stores.job_manifest import LOOP, UNKNOWN, identity_of, read_manifest, write_manifest
 from hookline.stores.shard_file import Shard, name_of, number_of, read_shard, renumbered
 from hookline.stores.store import NAMES, Store, open_store
 
 # What stores of other data may differ in.
-_OF_THE_DATA = frozenset({"data", "n_items", "batch_size", "shard_batches"})
+_OF_DATA = frozenset({"data", "n_items", "batch_size", "shard_batches"})
 
 
 def merge(
@@ -75,10 +75,10 @@ def merge(
             raise FolderError(f"{target} must be empty to merge into.\nGive a new folder.")
         job, made_on = manifests[0]["job"], manifests[0]["environment"]
         if _are_of_one_job(manifests):
-            _check_values(sources, [manifest["job"] for manifest in manifests])
-            shards = _of_one_job(sources, manifests, target)
+            _check_first_batches(sources, [manifest["job"] for manifest in manifests])
+            shards = _gather_shards(sources, manifests, target)
         else:
-            shards = _concatenate(sources, manifests, target)
+            shards = _copy_renumbered(sources, manifests, target)
             parts = [manifest["job"] for manifest in manifests]
             n_items = sum(shard.items for shard in shards)
             data = {"kind": "merged", "parts": [part["data"] for part in parts]}
@@ -108,9 +108,9 @@ def _manifest_of(place: Place) -> dict[str, Any]:
 
 def _check_alike(places: Sequence[Place], manifests: Sequence[Mapping[str, Any]]) -> None:
     """Check that stores are of the same model, sites and options."""
-    first = _compared(manifests[0])
+    first = _comparable_parts(manifests[0])
     for place, manifest in zip(places, manifests, strict=True):
-        other = _compared(manifest)
+        other = _comparable_parts(manifest)
         for key in sorted({*first, *other}):
             if first.get(key) != other.get(key):
                 raise StructureError(
@@ -120,9 +120,9 @@ def _check_alike(places: Sequence[Place], manifests: Sequence[Mapping[str, Any]]
                 )
 
 
-def _compared(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable_parts(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a job, and its options one by one, that merged stores have alike."""
-    parts = {key: part for key, part in exact(manifest["job"]).items() if key not in _OF_THE_DATA}
+    parts = {key: part for key, part in identity_of(manifest["job"]).items() if key not in _OF_DATA}
     options = parts.pop("options")
     return parts | {f"{name}=": value for name, value in options.items() if name != "shard_bytes"}
 
@@ -130,19 +130,19 @@ def _compared(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _are_of_one_job(manifests: Sequence[Mapping[str, Any]]) -> bool:
     """Tell whether stores have shards of one job, which several machines did."""
     job = manifests[0]["job"]
-    if len(manifests) > 1 and not _is_identified(job["data"]):
+    if len(manifests) > 1 and not _identifies_data(job["data"]):
         return False
-    return all(exact(manifest["job"]) == exact(job) for manifest in manifests[1:])
+    return all(identity_of(manifest["job"]) == identity_of(job) for manifest in manifests[1:])
 
 
-def _is_identified(data: Mapping[str, Any]) -> bool:
+def _identifies_data(data: Mapping[str, Any]) -> bool:
     """Tell whether equal descriptions of data mean equal data: all loops are described alike."""
     return data.get("kind") not in (LOOP, UNKNOWN) and all(
-        map(_is_identified, data.get("parts", ()))
+        map(_identifies_data, data.get("parts", ()))
     )
 
 
-def _check_values(places: Sequence[Place], jobs: Sequence[Mapping[str, Any]]) -> None:
+def _check_first_batches(places: Sequence[Place], jobs: Sequence[Mapping[str, Any]]) -> None:
     """Check that the stores of one job have the same values for its first batch."""
     first_batches = [
         (place, job["first_batch"])
@@ -151,7 +151,7 @@ def _check_values(places: Sequence[Place], jobs: Sequence[Mapping[str, Any]]) ->
     ]
     for place, values in first_batches[1:]:
         first_place, first = first_batches[0]
-        differences = difference(first, values, is_same_place=False).far
+        differences = compare_summaries(first, values, is_same_setup=False).far
         if differences:
             raise StructureError(
                 f"stores of one job must be of one model, got other values for the first batch in"
@@ -160,7 +160,7 @@ def _check_values(places: Sequence[Place], jobs: Sequence[Mapping[str, Any]]) ->
             )
 
 
-def _of_one_job(
+def _gather_shards(
     places: Sequence[Place], manifests: Sequence[Mapping[str, Any]], target: Place
 ) -> list[Shard]:
     """Gather the shards of one job, each from the first store that has it."""
@@ -170,7 +170,7 @@ def _of_one_job(
             number = number_of(name)
             if number is None:
                 continue
-            shard = _read(place, name)
+            shard = _read_verified_shard(place, name)
             _, first = by_number.setdefault(number, (place, shard))
             if first.seal != shard.seal:
                 raise FolderError(
@@ -182,10 +182,10 @@ def _of_one_job(
     shards = [shard for _, shard in by_number.values()]
     _check_complete(manifests, shards)
     for number, (place, _) in by_number.items():
-        _link(place, target, name_of(number))
+        _link_or_copy(place, target, name_of(number))
     for place in places:
         if NAMES in place.names():
-            _link(place, target, NAMES)
+            _link_or_copy(place, target, NAMES)
             break
     return shards
 
@@ -212,7 +212,7 @@ def _check_complete(manifests: Sequence[Mapping[str, Any]], shards: Sequence[Sha
         )
 
 
-def _concatenate(
+def _copy_renumbered(
     places: Sequence[Place], manifests: Sequence[Mapping[str, Any]], target: Place
 ) -> list[Shard]:
     """Copy the shards of finished stores, with new numbers."""
@@ -227,7 +227,7 @@ def _concatenate(
         before = shards[-1].batches[1] if shards else 0
         for number in range(len(manifest["shards"]["seals"])):
             name = name_of(number)
-            shard = _read(place, name)
+            shard = _read_verified_shard(place, name)
             end = header_end(place.read(name, 0, 8))
             head, new = renumbered(
                 place.read(name, 0, end), shard.size, len(shards), before + shard.batches[0]
@@ -237,7 +237,7 @@ def _concatenate(
     return shards
 
 
-def _read(place: Place, name: str) -> Shard:
+def _read_verified_shard(place: Place, name: str) -> Shard:
     try:
         return read_shard(place, name, verify=True)
     except (DamagedError, FileNotFoundError) as error:
@@ -247,7 +247,7 @@ def _read(place: Place, name: str) -> Shard:
         ) from error
 
 
-def _link(source: Place, target: Place, name: str) -> None:
+def _link_or_copy(source: Place, target: Place, name: str) -> None:
     """Make a file of one place appear in another: as a hard link, or as a copy."""
     if isinstance(source, LocalPlace) and isinstance(target, LocalPlace):
         try:

@@ -32,12 +32,12 @@ from hookline.recordings.key_index import suggestion_text
 from hookline.statistics import Moments, merge_by_key
 from hookline.statistics.site_dict import SiteDict
 from hookline.stores.column import Column
-from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
 from hookline.stores.exports import ExportedColumns, Format, export
 from hookline.stores.findings import findings_of_store
-from hookline.stores.job import LOOP, read_manifest
+from hookline.stores.job_manifest import LOOP, read_manifest
 from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, ColumnForm, number_of
-from hookline.stores.shards import Shards
+from hookline.stores.shard_reader import Shards
+from hookline.stores.store_datasets import Shuffle, ShuffledRows, StoreDataset
 
 NAMES = "names.json"
 _MOST_ROWS = 60

@@ -23,9 +23,9 @@ from torch import nn
 import hookline as hl
 from hookline.files.place import place_of
 from hookline.files.sealed_json import seal_json
-from hookline.stores import job as manifest_module
+from hookline.stores import job_manifest as manifest_module
 from hookline.stores.batch_columns import Offload
-from hookline.stores.job import environment, write_manifest
+from hookline.stores.job_manifest import environment, write_manifest
 from hookline.stores.merging import merge
 from thoroughness import tries
 from zoo import SmallNet

@@ -11,7 +11,7 @@ from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.files.place import Place
 from hookline.files.read_errors import DamagedError
-from hookline.stores.job import Job
+from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Shard, Writer, name_of, read_shard
 from hookline.verbs.extract.collective_steps import Pulse, Ranks
 from hookline.verbs.extract.worker import Worker, run_shards

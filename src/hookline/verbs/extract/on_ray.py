@@ -26,8 +26,8 @@ from hookline.display.text import first_line, plural, type_and_line
 from hookline.errors import HooklineError, InputError, RanksError, warn
 from hookline.files.place import LocalPlace, Place
 from hookline.models.torchvision_import import import_torchvision
-from hookline.stores.first_batch import difference
-from hookline.stores.job import Job, environment
+from hookline.stores.first_batch_summary import compare_summaries
+from hookline.stores.job_manifest import Job, environment
 from hookline.stores.shard_file import Shard
 from hookline.util.optional_imports import how_to_install, require
 from hookline.verbs.extract.collective_steps import PATIENCE_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from hookline.display.units import count, size
-from hookline.stores.job import Job
+from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Shard
 from hookline.verbs.shared.progress_bar import progress_bar
 

@@ -21,13 +21,13 @@ from hookline.errors import FolderError, InputError, RanksError, StructureError,
 from hookline.files.place import LocalPlace, Place
 from hookline.files.read_errors import DAMAGE, DamagedError
 from hookline.files.sealed_json import MANIFEST
-from hookline.stores.first_batch import difference
-from hookline.stores.job import (
+from hookline.stores.first_batch_summary import compare_summaries
+from hookline.stores.job_manifest import (
     SHARD_BYTES,
     Job,
     batches_per_shard,
     environment,
-    made_here,
+    origin_here,
     read_manifest,
     write_manifest,
 )
@@ -167,7 +167,7 @@ class Extraction:
         n_batches = batches_per_shard(chunk, self._options.get("shard_bytes", SHARD_BYTES))
         self._batch_bytes = sum(tensor.nbytes for tensor in chunk.columns.values())
         values = self._worker.summary(chunk)
-        self._job = self._job.planned(n_batches, tuple(forms.values()), values)
+        self._job = self._job.with_plan(n_batches, tuple(forms.values()), values)
         return values
 
     def _compare_values(self, summaries: list[dict[str, Any]]) -> None:
@@ -190,7 +190,7 @@ class Extraction:
         differing = [
             (rank, differences[0])
             for rank, values in enumerate(summaries)
-            if (differences := difference(summaries[0], values, is_same_place=False).far)
+            if (differences := compare_summaries(summaries[0], values, is_same_setup=False).far)
         ]
         if differing and self._is_repeatable(summaries):
             rank, text = differing[0]
@@ -206,7 +206,7 @@ class Extraction:
         """
         again = self._ranks.gather(lambda: self._worker.summary(self._worker.rerun_first()))
         pairs = zip(summaries, again, strict=True)
-        differences = [difference(*pair, is_same_place=True).far for pair in pairs]
+        differences = [compare_summaries(*pair, is_same_setup=True).far for pair in pairs]
         if not any(differences):
             return True
         if self._ranks.me == 0:
@@ -251,8 +251,8 @@ class Extraction:
             return []
         is_same_place = {**was, **environment()} == was
         try:
-            values = difference(
-                begun.first_batch, self._job.first_batch, is_same_place=is_same_place
+            values = compare_summaries(
+                begun.first_batch, self._job.first_batch, is_same_setup=is_same_place
             )
             reasons = self._job.model_differences(begun)
         except DAMAGE as error:
@@ -273,7 +273,7 @@ class Extraction:
         _warn_of_space(self._place, self._batch_bytes * (self._job.n_batches or 1))
         if self._worker.source.names is not None:
             self._place.write("names.json", [json.dumps(self._worker.source.names).encode()])
-        write_manifest(self._place, self._job.as_json(), made_here())
+        write_manifest(self._place, self._job.as_json(), origin_here())
 
     def _write_final_manifest(self, pulse: Pulse) -> None:
         """Write the manifest of a store whose shards are all there, made by whichever process.

@@ -20,8 +20,8 @@ from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import PassRecord
 from hookline.stores.batch_columns import Offload, columns_of
-from hookline.stores.first_batch import Computing, summary_of
-from hookline.stores.job import Job
+from hookline.stores.first_batch_summary import ComputePrecision, summary_of
+from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Chunk, ColumnForm
 from hookline.verbs.extract.call_hint import suggest_inputs
 from hookline.verbs.record.prefix import Prefix

@@ -25,7 +25,14 @@ from hookline.files.place import Place, place_of
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
 from hookline.stores.batch_columns import Offload, columns_of
-from hookline.stores.job import LOOP, SHARD_BYTES, Job, batches_per_shard, made_here, write_manifest
+from hookline.stores.job_manifest import (
+    LOOP,
+    SHARD_BYTES,
+    Job,
+    batches_per_shard,
+    origin_here,
+    write_manifest,
+)
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard, Writer
 from hookline.util.creating_process import CreatingProcess
 from hookline.verbs.record.keep import Keep
@@ -133,7 +140,7 @@ class StoreSink:
                 self._write_shard()
         if self._forms is not None:
             shards = [self._shards[number] for number in range(len(self._shards))]
-            write_manifest(self.place, self._job.as_json(), made_here(), shards)
+            write_manifest(self.place, self._job.as_json(), origin_here(), shards)
         if self._left_out:
             self._warn_of_left_out()
         if problem is not None:
@@ -190,8 +197,8 @@ class StoreSink:
         if self._forms is None:
             self._forms = forms
             n_passes = batches_per_shard(chunk, SHARD_BYTES)
-            self._job = self._job.planned(n_passes, tuple(forms.values()))
-            write_manifest(self.place, self._job.as_json(), made_here())
+            self._job = self._job.with_plan(n_passes, tuple(forms.values()))
+            write_manifest(self.place, self._job.as_json(), origin_here())
         self._n_passes += 1
         self._n_items += n_items
         return chunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from hookline.files.place import LocalPlace
-from hookline.stores.job import Job, environment, read_manifest, write_manifest
+from hookline.stores.job_manifest import Job, environment, read_manifest, write_manifest
 
 
 def test_the_order_of_keys_changes_no_byte(tmp_path):

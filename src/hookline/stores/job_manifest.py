@@ -27,7 +27,7 @@ from hookline.files.place import Place
 from hookline.files.read_errors import DAMAGE, read_errors
 from hookline.files.sealed_json import MANIFEST, FolderFormat, seal_json, verify_seal
 from hookline.statistics import Moments, merge_by_key
-from hookline.stores.manifest_form import check_manifest
+from hookline.stores.check_manifest import check_manifest
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard
 
 SHARD_BYTES = 32 * 2**20  # large enough that syncing a file costs little, small enough to redo
@@ -75,7 +75,7 @@ class Job:
         """The number of shards; None for data without a length."""
         return None if self.n_batches is None else -(-self.n_batches // self.shard_batches)
 
-    def planned(
+    def with_plan(
         self,
         shard_batches: int,
         columns: Sequence[ColumnForm],
@@ -91,7 +91,7 @@ class Job:
         Processes on other machines have the same checksum: it leaves out the fields that rounding
         or code may change.
         """
-        return xxh3_128_hexdigest(json.dumps(exact(self.as_json()), sort_keys=True).encode())
+        return xxh3_128_hexdigest(json.dumps(identity_of(self.as_json()), sort_keys=True).encode())
 
     def batches_of(self, shard: int) -> range:
         """Return the numbers of a shard's batches."""
@@ -119,24 +119,24 @@ class Job:
 
     def differences(self, other: Job) -> list[str]:
         """Name what differs between this job and the one that a store was begun with."""
-        job, stored = exact(self.as_json()), exact(other.as_json())
+        job, stored = identity_of(self.as_json()), identity_of(other.as_json())
         texts = []
         for key in ("model", "sites", "options", "data", "batch_size", "n_items"):
             if isinstance(job[key], Mapping):
                 texts += [
-                    _differ(f"{key}.{name}", stored[key].get(name), job[key].get(name))
+                    _difference_text(f"{key}.{name}", stored[key].get(name), job[key].get(name))
                     for name in {**job[key], **stored[key]}
                     if job[key].get(name) != stored[key].get(name)
                 ]
             elif job[key] != stored[key]:
-                texts.append(_differ(key, stored[key], job[key]))
+                texts.append(_difference_text(key, stored[key], job[key]))
         return texts
 
     def column_differences(self, other: Job) -> list[str]:
         """Name the columns whose form differs from that in a store."""
         forms, stored = ({form.name: form for form in job.columns} for job in (self, other))
         return [
-            _differ(name, _form_text(stored.get(name)), _form_text(forms.get(name)))
+            _difference_text(name, _form_text(stored.get(name)), _form_text(forms.get(name)))
             for name in {**stored, **forms}
             if forms.get(name) != stored.get(name)
         ]
@@ -164,7 +164,7 @@ class Job:
         return texts
 
 
-def exact(job: Mapping[str, Any]) -> dict[str, Any]:
+def identity_of(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a manifest's job that equal jobs have alike.
 
     The values of the first batch may differ by rounding. Code may change and do the same.
@@ -183,7 +183,7 @@ def _form_text(form: ColumnForm | None) -> str:
     return "none" if form is None else f"{list(form.shape)} {form.dtype} an {form.per}"
 
 
-def _differ(name: str, was: Any, now: Any) -> str:
+def _difference_text(name: str, was: Any, now: Any) -> str:
     return f"{name}: {was!r} in the store, now {now!r}"
 
 
@@ -197,7 +197,7 @@ def environment() -> dict[str, Any]:
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "machine": _machine(),
+        "machine": _processor(),
         "threads": torch.get_num_threads(),
         "autocast": [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds],
         "matmul_precision": torch.get_float32_matmul_precision(),
@@ -206,7 +206,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def made_here() -> dict[str, Any]:
+def origin_here() -> dict[str, Any]:
     """Return the environment, and what a manifest tells of its origin besides.
 
     The origin is not compared when a store is resumed: a seed may differ, and each package that
@@ -216,7 +216,7 @@ def made_here() -> dict[str, Any]:
 
 
 @cache
-def _machine() -> str:
+def _processor() -> str:
     """Return the type of the processor, and the vector instructions that torch uses."""
     try:
         model = re.search(
@@ -237,7 +237,7 @@ def write_manifest(
 ) -> None:
     """Write a store's manifest, durably; an older one is replaced.
 
-    `job` is `Job.as_json`, and `made_on` is `made_here`. `shards` has all shards, in order; None
+    `job` is `Job.as_json`, and `made_on` is `origin_here`. `shards` has all shards, in order; None
     for a store that is not finished.
 
     Raises:

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from hookline.stores.first_batch import Computing, difference, summary_of
+from hookline.stores.first_batch_summary import ComputePrecision, compare_summaries, summary_of
 
-CPU = Computing("cpu", 0.0, False)
+CPU = ComputePrecision("cpu", 0.0, False)
 VALUES = torch.randn(8, 5, 7, generator=torch.Generator().manual_seed(0))
 
 
@@ -20,8 +20,8 @@ def summary(values, computing=CPU):
 
 def kind_of(was, now, *, is_same_place=True, computing=CPU):
     """Whether two values are "equal", or their difference is "near" or "far"."""
-    differences = difference(
-        summary(was, computing), summary(now, computing), is_same_place=is_same_place
+    differences = compare_summaries(
+        summary(was, computing), summary(now, computing), is_same_setup=is_same_place
     )
     return "far" if differences.far else "near" if differences.near else "equal"
 
@@ -69,13 +69,13 @@ def test_a_unit_and_a_row_that_are_zeroed_are_far():
 )
 def test_another_device_or_order_may_differ_more(now, expected):
     before, after = summary(VALUES), summary(VALUES * (1 + 1e-4), CPU._replace(**now))
-    differences = difference(before, after, is_same_place=True)
+    differences = compare_summaries(before, after, is_same_setup=True)
     assert bool(differences.far) == (expected == "far")
     assert bool(differences.near) == (expected == "near")
 
 
 def test_values_of_a_model_in_half_precision_may_differ_more():
-    coarse = Computing.of("cpu", [torch.float32, torch.bfloat16], is_split=False)
+    coarse = ComputePrecision.of("cpu", [torch.float32, torch.bfloat16], is_split=False)
     changed = VALUES * (1 + 1e-3)
     assert kind_of(VALUES, changed, is_same_place=False) == "far"
     assert kind_of(VALUES, changed, is_same_place=False, computing=coarse) == "near"
@@ -85,12 +85,12 @@ def test_a_lower_precision_of_products_may_differ_more():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        coarse = Computing.of("cpu", [torch.float32], is_split=False)
+        coarse = ComputePrecision.of("cpu", [torch.float32], is_split=False)
     finally:
         torch.set_float32_matmul_precision(before)
     assert coarse.rounding == 2.0**-10
-    assert Computing.of("cpu", [], is_split=False).rounding == 0
-    assert Computing.of("cuda", [], is_split=False).rounding == 2.0**-10
+    assert ComputePrecision.of("cpu", [], is_split=False).rounding == 0
+    assert ComputePrecision.of("cuda", [], is_split=False).rounding == 2.0**-10
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,6 @@ def test_few_integers_may_flip_on_another_machine():
 
 
 def test_a_difference_names_the_column_and_its_size():
-    differences = difference(summary(VALUES), summary(VALUES * 0), is_same_place=True)
+    differences = compare_summaries(summary(VALUES), summary(VALUES * 0), is_same_setup=True)
     assert differences.far[0].startswith("fc: values differ by about ")
     assert differences.far[0].endswith(" of their norm")

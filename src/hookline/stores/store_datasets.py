@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hookline.errors import InputError
-from hookline.stores.column import Column, positions
-from hookline.stores.shards import Shards
+from hookline.stores.column import Column, index_to_positions
+from hookline.stores.shard_reader import Shards
 
 Rows = Tensor | dict[str, Tensor]
 
@@ -58,7 +58,7 @@ class StoreDataset(Dataset[Any]):
         """Read a row; or several at once, by a slice, a list or an array of indices."""
         items = index
         if any(column.is_ragged != self._per_token for column in self._columns):
-            rows = positions(index, len(self), "rows")
+            rows = index_to_positions(index, len(self), "rows")
             items = self._shards.items_of(rows.reshape(-1)).reshape(rows.shape)
         values = {
             column.name: column[index if column.is_ragged == self._per_token else items]
@@ -145,7 +145,7 @@ class ShuffledRows(IterableDataset[Any]):
         self._dataset = StoreDataset(store_shards, columns, is_single=is_single)
         per_token = any(column.is_ragged for column in columns)
         self._starts = store_shards.bounds_of(per_token=per_token).starts
-        self._epochs = Epochs()
+        self._epochs = EpochCounter()
         self._rank: tuple[int, int] | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -164,7 +164,7 @@ class ShuffledRows(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Return the number of batches of this rank."""
-        first, last = self._share(*self._rank_and_world())
+        first, last = self._row_range(*self._rank_and_world())
         return math.ceil((last - first) / self._batch_rows)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,17 +173,17 @@ class ShuffledRows(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Rows]:
         # Not a generator: the epoch begins here, and not with the first batch.
-        epoch, (rank, world) = self._epochs.begin(), self._rank_and_world()
+        epoch, (rank, world) = self._epochs.begin_epoch(), self._rank_and_world()
         worker = get_worker_info()
         number, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        first, last = self._share(rank, world)
+        first, last = self._row_range(rank, world)
         # Workers share whole batches, so that only the last batch of a rank is shorter.
         size = self._batch_rows
         n_batches = -(-(last - first) // size)
         start = first + n_batches * number // n_workers * size
         stop = min(first + n_batches * (number + 1) // n_workers * size, last)
         order = np.random.default_rng([self._how.seed, epoch]).permutation(len(self._starts) - 1)
-        pieces = _cut(order, self._starts, start, stop)
+        pieces = _pieces(order, self._starts, start, stop)
         numbers = np.random.default_rng([self._how.seed, epoch, rank, number])
         return self._batches(pieces, numbers)
 
@@ -192,7 +192,7 @@ class ShuffledRows(IterableDataset[Any]):
             return dist.get_rank(), dist.get_world_size()
         return self._rank or (0, 1)
 
-    def _share(self, rank: int, world: int) -> tuple[int, int]:
+    def _row_range(self, rank: int, world: int) -> tuple[int, int]:
         """Return the first row of a rank, and the one after its last, in the order of an epoch."""
         n_rows = self._starts[-1]
         first, last = n_rows * rank // world, n_rows * (rank + 1) // world
@@ -200,14 +200,14 @@ class ShuffledRows(IterableDataset[Any]):
             last = first + n_rows // world // self._batch_rows * self._batch_rows
         return first, last
 
-    def _batches(self, pieces: Sequence[_Piece], numbers: np.random.Generator) -> Iterator[Rows]:
+    def _batches(self, pieces: Sequence[_Piece], generator: np.random.Generator) -> Iterator[Rows]:
         size = self._batch_rows
         rest = np.empty(0, np.int64)
-        for group in _grouped(pieces, self._how.shards):
+        for group in _group_evenly(pieces, self._how.shards):
             # Held while rows of them are read, so that nothing is downloaded twice.
             arrays = [column.array(piece.shard) for piece in group for column in self._columns]
             rows = np.concatenate([np.arange(piece.start, piece.stop) for piece in group])
-            numbers.shuffle(rows)
+            generator.shuffle(rows)
             rows = np.concatenate([rest, rows])
             whole = len(rows) - len(rows) % size
             for start in range(0, whole, size):
@@ -221,7 +221,7 @@ class ShuffledRows(IterableDataset[Any]):
         return self._dataset[rows if self._how.batch_size else int(rows[0])]
 
 
-def _cut(order: NDArray[np.int64], starts: Sequence[int], start: int, stop: int) -> list[_Piece]:
+def _pieces(order: NDArray[np.int64], starts: Sequence[int], start: int, stop: int) -> list[_Piece]:
     """Return the pieces of shards between two rows of an epoch's order of shards."""
     pieces, before = [], 0
     for shard in order.tolist():
@@ -236,7 +236,7 @@ def _cut(order: NDArray[np.int64], starts: Sequence[int], start: int, stop: int)
     return pieces
 
 
-def _grouped(pieces: Sequence[_Piece], most: int) -> Iterator[Sequence[_Piece]]:
+def _group_evenly(pieces: Sequence[_Piece], most: int) -> Iterator[Sequence[_Piece]]:
     """Yield pieces in groups of about equal sizes, of at most so many."""
     n_groups = math.ceil(len(pieces) / most)
     for number in range(n_groups):
@@ -249,7 +249,7 @@ _LOW = 2**32 - 1
 
 
 @final
-class Epochs:
+class EpochCounter:
     """Counts the iterations over a data set, in this process or by all workers of a loader.
 
     The workers of one epoch must agree on its number, also where some are ended early. They cannot
@@ -273,7 +273,7 @@ class Epochs:
         """Choose the epoch that begins next."""
         self._begun.fill_(epoch)
 
-    def begin(self) -> int:
+    def begin_epoch(self) -> int:
         """Return the number of the epoch that begins with this iteration."""
         worker = get_worker_info()
         begun = self._begun.numpy().copy()  # other workers write meanwhile
@@ -286,9 +286,9 @@ class Epochs:
             row, mark = 1 + worker.id, (seed ^ seed >> 32) & 0x7FFFFFFF | 1
             entry = int(begun[begun >> 32 == mark].max(initial=0))
             if entry and entry & _LOW > epoch - _N_KEPT and entry not in begun[row]:
-                return self._note(row, mark, (entry & _LOW) - 1)
-        return self._note(row, mark, epoch)
+                return self._note_begun(row, mark, (entry & _LOW) - 1)
+        return self._note_begun(row, mark, epoch)
 
-    def _note(self, row: int, mark: int, epoch: int) -> int:
+    def _note_begun(self, row: int, mark: int, epoch: int) -> int:
         self._begun[row, epoch % _N_KEPT] = mark << 32 | epoch + 1
         return epoch

@@ -12,7 +12,7 @@ from hookline.errors import FolderError
 from hookline.files.place import Place, as_place
 from hookline.files.read_errors import DAMAGE, DamagedError, UnreadableError, read_errors
 from hookline.files.sealed_json import MANIFEST
-from hookline.stores.job import LOOP, UNKNOWN, Job, read_manifest, write_manifest
+from hookline.stores.job_manifest import LOOP, UNKNOWN, Job, read_manifest, write_manifest
 from hookline.stores.shard_file import (
     LENGTH,
     OWN,
@@ -92,7 +92,7 @@ def verify(where: str | os.PathLike[str] | Place) -> list[Damage]:
             f"{place} is not a store: it has no {MANIFEST} and no shards."
             "\nGive the folder that hl.extract wrote."
         )
-    return [*damage, *damaged, *_check_names(place)]
+    return [*damage, *damaged, *_verify_names(place)]
 
 
 def repair(where: str | os.PathLike[str] | Place) -> Repair:
@@ -126,16 +126,16 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
     place = as_place(where)
     # The lock would leave a file in a folder that holds something else.
     if not any(name == MANIFEST or number_of(name) is not None for name in place.names()):
-        raise _nothing_whole(place)
+        raise _nothing_whole_error(place)
     _read_manifest(place)  # refuses what something else has written
     with place.locked():
         manifest, _ = _read_manifest(place)
         shards, damaged = _read_shards(place, manifest)
         if manifest is None and not shards:
-            raise _nothing_whole(place)
+            raise _nothing_whole_error(place)
         if manifest is None:
-            _check_all_there(place, shards, damaged)
-            write_manifest(place, _job_of(shards).as_json(), {}, shards)
+            _check_no_gap(place, shards, damaged)
+            write_manifest(place, _infer_job(shards).as_json(), {}, shards)
             return Repair([], manifest=True)
         is_loop = manifest["job"]["data"].get("kind") == LOOP
         if damaged:
@@ -144,21 +144,21 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
                     f"{place} was recorded in a loop that cannot be run again, and is damaged:"
                     f" {damaged[0]}.\nRead the other shards: hl.open reads all that are whole."
                 )
-            _remove(place, damaged)
+            _remove_damaged(place, damaged)
             write_manifest(place, manifest["job"], manifest["environment"])
         elif is_loop and manifest["shards"] is None and shards:  # its process was killed
-            _check_all_there(place, shards, damaged)
+            _check_no_gap(place, shards, damaged)
             write_manifest(place, manifest["job"], manifest["environment"], shards)
             return Repair([], manifest=True)
         return Repair(damaged, manifest=False)
 
 
-def _remove(place: Place, damaged: list[Damage]) -> None:
+def _remove_damaged(place: Place, damaged: list[Damage]) -> None:
     for name in [name for name, fault in damaged if fault != _GONE]:
         place.remove(name)
 
 
-def _nothing_whole(place: Place) -> FolderError:
+def _nothing_whole_error(place: Place) -> FolderError:
     return FolderError(f"{place} is not a store, or no shard of it is whole.\nExtract it again.")
 
 
@@ -207,7 +207,7 @@ def _check_listed(shard: Shard, name: str, written: Mapping[str, Any]) -> None:
         raise DamagedError(f"its seal must be {written['seals'][number]}, got {shard.seal}")
 
 
-def _check_names(place: Place) -> list[Damage]:
+def _verify_names(place: Place) -> list[Damage]:
     try:
         with read_errors(f"{place}/{NAMES}"):
             data = place.read(NAMES)
@@ -219,7 +219,7 @@ def _check_names(place: Place) -> list[Damage]:
     return [] if isinstance(names, list) else [Damage(NAMES, "it is damaged: it is not a list")]
 
 
-def _check_all_there(place: Place, shards: Sequence[Shard], damaged: Sequence[Damage]) -> None:
+def _check_no_gap(place: Place, shards: Sequence[Shard], damaged: Sequence[Damage]) -> None:
     """Check that shards are whole, and one behind the other."""
     why = str(damaged[0]) if damaged else ""
     stop = 0
@@ -236,7 +236,7 @@ def _check_all_there(place: Place, shards: Sequence[Shard], damaged: Sequence[Da
         )
 
 
-def _job_of(shards: Sequence[Shard]) -> Job:
+def _infer_job(shards: Sequence[Shard]) -> Job:
     """Return what the shards themselves say of their job."""
     is_ragged = LENGTH in shards[0].spans
     n_rows = sum(shard.rows for shard in shards)

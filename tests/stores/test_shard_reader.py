@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import hookline as hl
 from hookline.files.place import LocalPlace, place_of
 from hookline.stores import open_store
-from hookline.stores import shards as shards_module
+from hookline.stores import shard_reader as shards_module
 from hookline.stores.shard_file import name_of
-from hookline.stores.shards import MISSING, Gatherer, Origins
+from hookline.stores.shard_reader import MISSING, Gatherer, Origins
 from small_stores import write_store
 
 VALUES = torch.arange(96.0).reshape(24, 4)
@@ -301,7 +301,7 @@ def test_rows_of_several_arrays_come_in_the_order_asked(shape, dtype, n_rows, da
     ("shape", "can"), [((), True), ((2**14,), True), ((2**14 + 1,), False), ((3, 0), False)]
 )
 def test_rows_that_are_too_large_or_empty_are_not_gathered(shape, can):
-    assert Gatherer.can(shape) is can
+    assert Gatherer.can_gather(shape) is can
     if can:
         Gatherer(shape, np.dtype("f8"))
 

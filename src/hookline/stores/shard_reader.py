@@ -378,7 +378,7 @@ class Gatherer:
         self._memory = np.asarray(_Memory(math.prod(shape) * dtype.itemsize, dtype.itemsize))
 
     @staticmethod
-    def can(shape: tuple[int, ...]) -> bool:
+    def can_gather(shape: tuple[int, ...]) -> bool:
         """Tell whether rows of a shape can be gathered; copy larger ones one by one."""
         return 0 < math.prod(shape) <= _MOST_NUMBERS
 

@@ -29,7 +29,7 @@ _PRECISIONS = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
 _INTEGERS_ELSEWHERE = 0.5
 
 
-class Computing(NamedTuple):
+class ComputePrecision(NamedTuple):
     """Describe the rounding of a model's operations.
 
     Args:
@@ -43,15 +43,15 @@ class Computing(NamedTuple):
     is_split: bool
 
     @staticmethod
-    def of(device: str, dtypes: Iterable[torch.dtype], *, is_split: bool) -> Computing:
+    def of(device: str, dtypes: Iterable[torch.dtype], *, is_split: bool) -> ComputePrecision:
         """Return the description of a model with parameters, or an autocast, of these dtypes."""
         rounding = max(
             ROUNDING[_PRECISIONS[torch.get_float32_matmul_precision()]],
             ROUNDING["ieee" if device == "cpu" else "tf32"],
-            *map(_rounding_of, {torch.float32, *dtypes} if device != "cpu" else dtypes),
+            *map(_machine_epsilon, {torch.float32, *dtypes} if device != "cpu" else dtypes),
             0.0,
         )
-        return Computing(device, rounding, is_split)
+        return ComputePrecision(device, rounding, is_split)
 
 
 class Difference(NamedTuple):
@@ -66,23 +66,23 @@ class Difference(NamedTuple):
     near: list[str]
 
 
-def summary_of(columns: Mapping[str, Tensor], computing: Computing) -> dict[str, Any]:
+def summary_of(columns: Mapping[str, Tensor], precision: ComputePrecision) -> dict[str, Any]:
     """Return the columns of a batch, which are on the CPU, in a few numbers, for JSON."""
-    facts: dict[str, Any] = {"device": computing.device, "rounding": computing.rounding}
-    if computing.is_split:
+    facts: dict[str, Any] = {"device": precision.device, "rounding": precision.rounding}
+    if precision.is_split:
         facts["split"] = True
-    return {**facts, "columns": {name: _numbers_of(rows) for name, rows in columns.items()}}
+    return {**facts, "columns": {name: _column_summary(rows) for name, rows in columns.items()}}
 
 
-def difference(
-    was: Mapping[str, Any], now: Mapping[str, Any], *, is_same_place: bool
+def compare_summaries(
+    was: Mapping[str, Any], now: Mapping[str, Any], *, is_same_setup: bool
 ) -> Difference:
     """Compare the summary of a first batch that a store was begun with, and that of this call.
 
-    `is_same_place` tells that versions, hardware and settings are the same. Equal values then have
+    `is_same_setup` tells that versions, hardware and settings are the same. Equal values then have
     equal bits, but for the alignment of memory.
     """
-    is_exact = is_same_place and was["device"] == now["device"]
+    is_exact = is_same_setup and was["device"] == now["device"]
     is_exact = is_exact and "split" not in was and "split" not in now
     rounding = max(was["rounding"], now["rounding"])
     differences = Difference([], [])
@@ -90,50 +90,50 @@ def difference(
         before = was["columns"].get(name)
         if before is None or before["digest"] == column["digest"]:
             continue  # the forms of the columns are compared before
-        distance = _distance(before, column)
-        is_near = distance <= _limit(column["dtype"], rounding, is_exact=is_exact)
+        distance = _relative_distance(before, column)
+        is_near = distance <= _tolerance(column["dtype"], rounding, is_exact=is_exact)
         texts = differences.near if is_near else differences.far
         texts.append(f"{name}: values differ by about {distance:.2g} of their norm")
     return differences
 
 
-def _limit(dtype: str, rounding: float, *, is_exact: bool) -> float:
+def _tolerance(dtype: str, rounding: float, *, is_exact: bool) -> float:
     """Return the greatest distance of values of the same model, relative to their norm."""
     kind = DTYPES[dtype]
     if not (kind.is_floating_point or kind.is_complex):
         return 0.0 if is_exact else _INTEGERS_ELSEWHERE
-    rounding = max(rounding, _rounding_of(kind))
+    rounding = max(rounding, _machine_epsilon(kind))
     # Rounding adds up over the layers. Half of the digits must agree on another machine.
     return min(8 * rounding, math.sqrt(rounding) / 8) if is_exact else math.sqrt(rounding)
 
 
-def _rounding_of(dtype: torch.dtype) -> float:
+def _machine_epsilon(dtype: torch.dtype) -> float:
     is_real = dtype.is_floating_point or dtype.is_complex
     return float(torch.finfo(dtype).eps) if is_real else 0.0
 
 
-def _numbers_of(tensor: Tensor) -> dict[str, Any]:
+def _column_summary(tensor: Tensor) -> dict[str, Any]:
     digest = xxh3_128(f"{list(tensor.shape)}".encode())
     digest.update(flat_bytes(tensor.contiguous()).numpy().data)
-    rows = _in_rows(tensor)
-    n_not_finite, square = 0, _square(rows)
+    rows = _pad_to_rows(tensor)
+    n_not_finite, square = 0, _sum_of_squares(rows)
     if not math.isfinite(square):
         finite = np.isfinite(rows)
         n_not_finite = int((~finite).sum())
         rows = np.where(finite, rows, 0)
-        square = _square(rows)
+        square = _sum_of_squares(rows)
     n_digits = 17 if tensor.dtype.itemsize >= 8 else 9
-    sums = np.einsum("i,ij->j", _signs(len(rows)), rows, dtype=np.float64).tolist()
+    sums = np.einsum("i,ij->j", _fixed_signs(len(rows)), rows, dtype=np.float64).tolist()
     return {
         "dtype": DTYPE_NAMES[tensor.dtype],
         "digest": digest.hexdigest(),
         "not_finite": n_not_finite,
-        "norm": _shortened(math.sqrt(square), n_digits),
-        "sums": [_shortened(number, n_digits) for number in sums],
+        "norm": _round_to_digits(math.sqrt(square), n_digits),
+        "sums": [_round_to_digits(number, n_digits) for number in sums],
     }
 
 
-def _in_rows(tensor: Tensor) -> NDArray[Any]:
+def _pad_to_rows(tensor: Tensor) -> NDArray[Any]:
     """Return the numbers of a tensor in rows of `_N_SUMS`, zeros behind them, as float32 or 64."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = tensor.reshape(-1)
@@ -146,7 +146,7 @@ def _in_rows(tensor: Tensor) -> NDArray[Any]:
     return rows
 
 
-def _signs(n: int) -> NDArray[np.float64]:
+def _fixed_signs(n: int) -> NDArray[np.float64]:
     """Return the same arbitrary signs in every process.
 
     With them, the squares of sums add up to about the square of the norm, whatever the values are.
@@ -155,15 +155,15 @@ def _signs(n: int) -> NDArray[np.float64]:
     return np.unpackbits(data)[:n].astype(np.float64) * 2 - 1
 
 
-def _square(rows: NDArray[Any]) -> float:
+def _sum_of_squares(rows: NDArray[Any]) -> float:
     return float(np.einsum("ij,ij->", rows, rows, dtype=np.float64))
 
 
-def _shortened(number: float, n_digits: int) -> float:
+def _round_to_digits(number: float, n_digits: int) -> float:
     return float(f"{number:.{n_digits}g}")
 
 
-def _distance(was: Mapping[str, Any], now: Mapping[str, Any]) -> float:
+def _relative_distance(was: Mapping[str, Any], now: Mapping[str, Any]) -> float:
     """Return about the norm of the difference of two columns, relative to theirs."""
     if was["not_finite"] != now["not_finite"]:
         return math.inf
