@@ -19,7 +19,7 @@ import hookline as hl
 from benchmarks.timing import Clock, Contender, Measure, Plan, Result, run_rounds
 from hookline.files.place import LocalPlace
 from hookline.stores.job_manifest import read_manifest, write_manifest
-from hookline.stores.shard_file import name_of, read_shard, renumbered
+from hookline.stores.shard_file import name_of, read_shard, renumber
 
 N_ROWS, WIDTH, RUN = 131_072, 768, 512
 _BATCH = 64
@@ -348,7 +348,7 @@ def _multiply(place: LocalPlace, n_shards: int) -> None:
     end = min(span.start for span in one.spans.values())
     shards = []
     for number in range(n_shards):
-        head, shard = renumbered(data[:end], len(data), number, number)
+        head, shard = renumber(data[:end], len(data), number, number)
         (place.folder / name_of(number)).write_bytes(head + data[end:])
         shards.append(shard)
     job = {**manifest["job"], "n_items": 4 * n_shards}

@@ -18,7 +18,7 @@ from hookline.files.place import LocalPlace, place_of
 from hookline.stores import open_store
 from hookline.stores import shard_reader as shards_module
 from hookline.stores.shard_file import name_of
-from hookline.stores.shard_reader import MISSING, Gatherer, Origins
+from hookline.stores.shard_reader import MISSING, Gatherer, RowAddresses
 from small_stores import write_store
 
 VALUES = torch.arange(96.0).reshape(24, 4)
@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 def flip(path, column):
     """Flip one bit in the last byte of a column's values."""
-    shard = open_store(path.parent)._shards.describe(int(path.name[6:14]))
+    shard = open_store(path.parent)._shards.read_description(int(path.name[6:14]))
     with path.open("r+b") as file:
         file.seek(shard.spans[column].stop - 1)
         byte = file.read(1)[0]
@@ -111,8 +111,8 @@ def test_a_damaged_shard_is_named_and_the_others_are_read(folder, damage):
 
 def test_a_file_is_verified_once_until_it_changes(folder, monkeypatch):
     checked = []
-    check = shards_module.check
-    monkeypatch.setattr(shards_module, "check", lambda s, d: (checked.append(s), check(s, d)))
+    check = shards_module.check_sum
+    monkeypatch.setattr(shards_module, "check_sum", lambda s, d: checked.append(s) or check(s, d))
     store = hl.open(folder)
     for _ in range(3):
         assert torch.equal(store["a"][:8], VALUES[:8])
@@ -141,7 +141,7 @@ def test_no_file_stays_open(folder):
 
 def test_columns_share_one_mapping_of_a_file(folder):
     store = hl.open(folder)
-    addresses = [store._shards.rows(0, store[name]._form).address for name in ("a", "b")]
+    addresses = [store._shards.mapped_rows(0, store[name]._form).address for name in ("a", "b")]
     data = store._shards._open_shards[0].data
     start = data.__array_interface__["data"][0]
     assert all(start <= address < start + data.nbytes for address in addresses)
@@ -307,7 +307,7 @@ def test_rows_that_are_too_large_or_empty_are_not_gathered(shape, can):
 
 
 def test_origins_hold_the_arrays_that_they_lead_to():
-    origins = Origins(3)
+    origins = RowAddresses(3)
     array = np.ones(4)
     origins.add(1, array, 5)
     assert origins.of_shard.tolist() == [MISSING, 5, MISSING]

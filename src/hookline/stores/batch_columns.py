@@ -276,7 +276,7 @@ class Offload:
         tensor.record_stream(self._stream)
         return copy
 
-    def ready(self) -> Callable[[], None]:
+    def waiter(self) -> Callable[[], None]:
         """Return a function that waits until the values copied so far are on the CPU."""
         if self._stream is None:
             return lambda: None  # the values are on the CPU already

@@ -16,14 +16,14 @@ from hookline.display.text import plural, torch_name
 from hookline.engine import hide_from_dir
 from hookline.errors import StructureError
 from hookline.files.safetensors_file import DTYPES
-from hookline.stores.shard_file import LENGTH, ColumnForm, numpy_dtype, tensor_of
-from hookline.stores.shard_reader import MISSING, Gatherer, Mapped, Shards, find
+from hookline.stores.shard_file import LENGTH, ColumnForm, as_tensor, numpy_dtype
+from hookline.stores.shard_reader import MISSING, Gatherer, MappedRows, Shards, find_shard
 
 _MOST_AT_ONCE = 8192  # rows: they may lie in as many files
 
 
 @final
-@hide_from_dir("array", "rows", "tensor")
+@hide_from_dir("map_shard", "mapped_rows", "to_tensor")
 class Column:
     """The values at one site, row after row, read from disk when they are asked for.
 
@@ -115,9 +115,9 @@ class Column:
             try:
                 array = self._simple[shard].array
             except KeyError:  # not mapped yet, out of range, or not to be copied so simply
-                return self.tensor(self._read(index))
+                return self.to_tensor(self._read(index))
             return from_numpy(array[index - self._starts[shard]].copy())
-        return self.tensor(self._read(index))
+        return self.to_tensor(self._read(index))
 
     def numpy(self, index: Any = slice(None)) -> NDArray[Any]:
         """Return rows as a NumPy array with its own copy of the values.
@@ -202,7 +202,7 @@ class Column:
             StructureError: the rows of this column are items, not tokens; write `column[item]`.
             FolderError: a shard is gone or damaged.
         """
-        return self.tensor(self._rows_of_item(item))
+        return self.to_tensor(self._rows_of_item(item))
 
     def of_items(self, items: Any) -> list[Tensor]:
         """Return a list of the rows of several items, a tensor `(tokens, ...)` for each item.
@@ -222,7 +222,7 @@ class Column:
             StructureError: the rows of this column are items, not tokens; write `column[items]`.
             FolderError: a shard is gone or damaged.
         """
-        return [self.tensor(self._rows_of_item(item)) for item in self._item_positions(items)]
+        return [self.to_tensor(self._rows_of_item(item)) for item in self._item_positions(items)]
 
     def padded(self, items: Any) -> tuple[Tensor, Tensor]:
         """Return the rows of several items in one tensor, with zeros behind the shorter ones.
@@ -253,7 +253,7 @@ class Column:
         padded = np.zeros((len(rows), longest, *self._form.shape), self._numpy_dtype)
         for target, tokens in zip(padded, rows, strict=True):
             target[: len(tokens)] = tokens
-        return self.tensor(padded), from_numpy(np.arange(longest) < lengths[:, None])
+        return self.to_tensor(padded), from_numpy(np.arange(longest) < lengths[:, None])
 
     def _rows_of_item(self, item: int, *, copied: bool = True) -> NDArray[Any]:
         self._check_ragged("of_item")
@@ -265,9 +265,9 @@ class Column:
         at = item + n_items if item < 0 else item
         if not 0 <= at < n_items:
             raise IndexError(f"an item must be below {n_items:,}, the number of items, got {item}.")
-        shard, number = find(self._shards.item_bounds.stops, at)
-        stops = self._shards.stops_of_items(shard)
-        rows = self.array(shard)[stops[number - 1] if number else 0 : stops[number]]
+        shard, number = find_shard(self._shards.item_bounds.stops, at)
+        stops = self._shards.item_stops(shard)
+        rows = self.map_shard(shard)[stops[number - 1] if number else 0 : stops[number]]
         return rows.copy() if copied else rows
 
     def _item_positions(self, items: Any) -> list[int]:
@@ -314,8 +314,8 @@ class Column:
             span, target = span[::-1], values[::-1]
         n_copied = 0
         while n_copied < len(span):
-            shard, first = find(self._stops, span[n_copied])
-            part = self.array(shard)[first :: span.step][: len(span) - n_copied]
+            shard, first = find_shard(self._stops, span[n_copied])
+            part = self.map_shard(shard)[first :: span.step][: len(span) - n_copied]
             target[n_copied : n_copied + len(part)] = part[(slice(None), *rest)] if rest else part
             n_copied += len(part)
         return values
@@ -336,11 +336,11 @@ class Column:
         if self._gatherer is None or rest:
             return self._gather_by_shard(rows, shards, rest)
         # Held until the rows are copied: another thread may drop what is mapped.
-        origins = self._shards.origins_of(self._form.name)
+        origins = self._shards.addresses_of(self._form.name)
         addresses = origins.of_shard[shards]
         if addresses.min() == MISSING:
             for shard in set(shards.tolist()):
-                array, address = self.rows(shard)
+                array, address = self.mapped_rows(shard)
                 origins.add(shard, array, address - self._starts[shard] * self._row_bytes)
             addresses = origins.of_shard[shards]
         addresses += rows * self._row_bytes
@@ -352,7 +352,7 @@ class Column:
         values = self._empty(len(rows), rest)
         for shard in np.unique(shards).tolist():
             places = np.flatnonzero(shards == shard)
-            array = self.array(shard)[(slice(None), *rest)]
+            array = self.map_shard(shard)[(slice(None), *rest)]
             values[places] = array[rows[places] - self._starts[shard]]
         return values
 
@@ -370,23 +370,23 @@ class Column:
             return self._form.shape
         return np.empty((0, *self._form.shape), np.bool_)[(slice(None), *rest)].shape[1:]
 
-    def array(self, shard: int) -> NDArray[Any]:
+    def map_shard(self, shard: int) -> NDArray[Any]:
         """Return the rows of a shard where they are mapped. Do not write to them."""
-        return self.rows(shard).array
+        return self.mapped_rows(shard).array
 
-    def rows(self, shard: int) -> Mapped:
+    def mapped_rows(self, shard: int) -> MappedRows:
         """Return the rows of a shard where they are mapped, and their address."""
         mapped = self._mapped.get(shard)
-        return self._shards.rows(shard, self._form) if mapped is None else mapped
+        return self._shards.mapped_rows(shard, self._form) if mapped is None else mapped
 
     def _copy(self, array: NDArray[Any]) -> NDArray[Any]:
         return np.array(array, order="C")
 
-    def tensor(self, array: NDArray[Any]) -> Tensor:
+    def to_tensor(self, array: NDArray[Any]) -> Tensor:
         """Return an array of rows as a tensor that shares its memory."""
         if not array.ndim:
-            return self.tensor(array.reshape(1))[0]
-        return from_numpy(array) if self._is_plain else tensor_of(array, self.dtype)
+            return self.to_tensor(array.reshape(1))[0]
+        return from_numpy(array) if self._is_plain else as_tensor(array, self.dtype)
 
     def __repr__(self) -> str:
         kind = "token" if self._form.per_token else "item"

@@ -14,7 +14,7 @@ from hookline.files.read_errors import DamagedError
 from hookline.files.safetensors_file import header_end
 from hookline.stores.first_batch_summary import compare_summaries
 from hookline.stores.job_manifest import LOOP, UNKNOWN, identity_of, read_manifest, write_manifest
-from hookline.stores.shard_file import Shard, name_of, number_of, read_shard, renumbered
+from hookline.stores.shard_file import Shard, name_of, number_of, read_shard, renumber
 from hookline.stores.store import NAMES, Store, open_store
 
 # What stores of other data may differ in.
@@ -229,7 +229,7 @@ def _copy_renumbered(
             name = name_of(number)
             shard = _read_verified_shard(place, name)
             end = header_end(place.read(name, 0, 8))
-            head, new = renumbered(
+            head, new = renumber(
                 place.read(name, 0, end), shard.size, len(shards), before + shard.batches[0]
             )
             target.write(name_of(new.number), [head, place.view(name, end, shard.size)])

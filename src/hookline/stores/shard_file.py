@@ -166,13 +166,13 @@ def number_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def encode(number: int, chunks: Sequence[Chunk], job: str = "") -> tuple[list[Any], Shard]:
+def encode(number: int, chunks: Sequence[Chunk], job_digest: str = "") -> tuple[list[Any], Shard]:
     """Make a shard of the rows of consecutive batches, for the job of a digest.
 
     Returns:
         The bytes of its file as buffers, and its description. Equal rows give equal bytes.
     """
-    parts = _columns(chunks)
+    parts = _column_parts(chunks)
     # The widest first, so that each column is aligned to the size of its numbers.
     names = sorted(parts, key=lambda name: (-parts[name][0].element_size(), name))
     buffers: list[Any] = []
@@ -193,7 +193,7 @@ def encode(number: int, chunks: Sequence[Chunk], job: str = "") -> tuple[list[An
         }
         buffers += data
     description = {
-        "seal": _BLANK.decode(), "job": job, "number": number,
+        "seal": _BLANK.decode(), "job": job_digest, "number": number,
         "batches": [chunks[0].batch, chunks[-1].batch + 1],
         "items": sum(len(chunk.items) for chunk in chunks),
         "rows": sum(map(_n_rows, chunks)),
@@ -205,15 +205,15 @@ def encode(number: int, chunks: Sequence[Chunk], job: str = "") -> tuple[list[An
         },
         "skipped": [list(item) for chunk in chunks for item in chunk.skipped],
     }  # fmt: skip
-    head = _sealed(description, entries)
-    return [head, *buffers], decode(head, len(head) + end)
+    head = _sealed_header(description, entries)
+    return [head, *buffers], decode_header(head, len(head) + end)
 
 
 def _n_rows(chunk: Chunk) -> int:
     return len(chunk.items) if chunk.lengths is None else sum(chunk.lengths)
 
 
-def _columns(chunks: Sequence[Chunk]) -> dict[str, list[Tensor]]:
+def _column_parts(chunks: Sequence[Chunk]) -> dict[str, list[Tensor]]:
     """Return the parts of each column, the store's own included."""
     parts = {name: [chunk.columns[name] for chunk in chunks] for name in chunks[0].columns}
     parts[ITEM] = [torch.tensor(chunk.items, dtype=torch.int64, device="cpu") for chunk in chunks]
@@ -226,17 +226,17 @@ def _columns(chunks: Sequence[Chunk]) -> dict[str, list[Tensor]]:
     return parts
 
 
-def _sealed(description: Mapping[str, Any], entries: Mapping[str, Any]) -> bytes:
+def _sealed_header(description: Mapping[str, Any], entries: Mapping[str, Any]) -> bytes:
     """Return the 8 bytes of length and the header, with its checksum filled in."""
     head = frame_header(json.dumps({METADATA: {"hookline": json.dumps(description)}, **entries}))
     at = head.index(_BLANK)
     return head[:at] + xxh3_128_hexdigest(head).encode() + head[at + len(_BLANK) :]
 
 
-def decode(head: bytes, size: int) -> Shard:
+def decode_header(head: bytes, file_size: int) -> Shard:
     """Read the description of a shard from its header, and verify the header's checksum.
 
-    `head` has the file's first bytes, to the end of the header; `size` is that of the whole file.
+    `head` has the first bytes, to the end of the header; `file_size` is that of the whole file.
 
     Raises:
         ValueError, KeyError, TypeError: the header is damaged, or the file has another size.
@@ -257,11 +257,11 @@ def decode(head: bytes, size: int) -> Shard:
             entry["dtype"], tuple(entry["shape"]), start, stop, description["sums"][name]
         )
     end = max((span.stop for span in spans.values()), default=len(head))
-    if end != size:
-        raise ValueError(f"it must be {end} bytes long, got {size}")
+    if end != file_size:
+        raise ValueError(f"it must be {end} bytes long, got {file_size}")
     first, last = description["batches"]
     return Shard(
-        description["number"], (first, last), description["items"], description["rows"], size,
+        description["number"], (first, last), description["items"], description["rows"], file_size,
         seal, spans,
         {name: Moments.from_json(fields) for name, fields in description["statistics"].items()},
         [(item, text) for item, text in description["skipped"]],
@@ -269,7 +269,7 @@ def decode(head: bytes, size: int) -> Shard:
     )  # fmt: skip
 
 
-def renumbered(head: bytes, size: int, number: int, first_batch: int) -> tuple[bytes, Shard]:
+def renumber(head: bytes, file_size: int, number: int, first_batch: int) -> tuple[bytes, Shard]:
     """Give a shard another number and first batch; its columns stay as they are.
 
     Returns:
@@ -280,18 +280,18 @@ def renumbered(head: bytes, size: int, number: int, first_batch: int) -> tuple[b
     first, last = description["batches"]
     batches = [first_batch, first_batch + last - first]
     description.update(seal=_BLANK.decode(), job="", number=number, batches=batches)
-    new = _sealed(description, header)
-    return new, decode(new, len(new) + size - len(head))
+    new = _sealed_header(description, header)
+    return new, decode_header(new, len(new) + file_size - len(head))
 
 
-def check(span: Span, data: NDArray[np.uint8]) -> None:
+def check_sum(span: Span, data: NDArray[np.uint8]) -> None:
     """Compare a column's bytes with their checksum."""
     actual = xxh3_128_hexdigest(data.data)
     if actual != span.sum:
         raise ValueError(f"its checksum must be {span.sum}, got {actual}")
 
 
-def array_of(span: Span, data: NDArray[np.uint8]) -> NDArray[Any]:
+def as_array(span: Span, data: NDArray[np.uint8]) -> NDArray[Any]:
     """Return a column's bytes as an array; a dtype that NumPy lacks is unsigned integers."""
     array: NDArray[Any] = data.view(numpy_dtype(DTYPES[span.dtype])).reshape(span.shape)
     return array
@@ -305,7 +305,7 @@ def numpy_dtype(dtype: torch.dtype) -> Any:
         return np.dtype(_UNSIGNED[dtype.itemsize])
 
 
-def tensor_of(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+def as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
     """Return an array as a tensor that shares its memory, in the dtype that its bytes are of."""
     return torch.from_numpy(array).view(dtype)
 
@@ -344,14 +344,14 @@ def _read_shard(place: Place, name: str, *, verify: bool) -> Shard:
     end = header_end(first)
     if not 8 < end <= size:
         raise ValueError(f"it must be as long as its header says, got {size} bytes")
-    shard = decode(first + place.read(name, 8, end), size)
+    shard = decode_header(first + place.read(name, 8, end), size)
     for span in shard.spans.values() if verify else ():
-        check(span, place.view(name, span.start, span.stop))
+        check_sum(span, place.view(name, span.start, span.stop))
     return shard
 
 
 @final
-class Writer:
+class ShardWriter:
     """Writes shards in the order in which they are given, at most `waiting` behind.
 
     Leaving the block waits for all of them. A shard that cannot be written raises in the next
@@ -374,19 +374,19 @@ class Writer:
         self._pool = ThreadPoolExecutor(1, "hookline-writer")
         self._running: deque[Future[None]] = deque()
 
-    def put(self, number: int, chunks: Sequence[Chunk], ready: Callable[[], None]) -> None:
+    def put(self, number: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
         """Have a shard of some batches written; wait if too many are waiting.
 
-        `ready` is called in the thread, to wait until the rows are on the CPU.
+        `wait` is called in the thread, to wait until the rows are on the CPU.
 
         Raises:
             FolderError: an earlier shard could not be written.
         """
         while len(self._running) >= self._waiting or (self._running and self._running[0].done()):
             self._running.popleft().result()
-        self._running.append(self._pool.submit(self._write, number, chunks, ready))
+        self._running.append(self._pool.submit(self._write, number, chunks, wait))
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -398,8 +398,8 @@ class Writer:
             # What already waits is written also after an error: it need not be computed again.
             self._pool.shutdown()
 
-    def _write(self, number: int, chunks: Sequence[Chunk], ready: Callable[[], None]) -> None:
-        ready()
+    def _write(self, number: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
+        wait()
         buffers, shard = encode(number, chunks, self._job)
         self._place.write(name_of(number), buffers)
         self._written(shard)

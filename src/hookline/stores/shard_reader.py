@@ -27,9 +27,9 @@ from hookline.stores.shard_file import (
     ColumnForm,
     Shard,
     Span,
-    array_of,
-    check,
-    decode,
+    as_array,
+    check_sum,
+    decode_header,
     name_of,
     numpy_dtype,
 )
@@ -40,7 +40,7 @@ MOST_DOWNLOADED = 256 * 2**20  # bytes, of a store that is not on this machine
 _LISTS = ("places", "numbers", "sizes", "seals", "n_items", "n_rows")  # with an entry a shard
 
 
-class Mapped(NamedTuple):
+class MappedRows(NamedTuple):
     """A column's rows in a shard.
 
     Args:
@@ -128,8 +128,8 @@ class Shards:
         self.is_mapped: bool = all(isinstance(place, LocalPlace) for place in {*self.places})
         self._lock = fork_safe_lock()
         # By column and shard. Look-ups of rows read these dicts without a lock.
-        self._mapped: dict[str, dict[int, Mapped]] = {}
-        self._origins: dict[str, Origins] = {}
+        self._mapped: dict[str, dict[int, MappedRows]] = {}
+        self._origins: dict[str, RowAddresses] = {}
         self._stops: dict[int, NDArray[np.int64]] = {}
         self._open_shards: dict[int, _OpenShard] = {}
         self._alive: WeakValueDictionary[tuple[int, str], NDArray[np.uint8]] = WeakValueDictionary()
@@ -152,7 +152,7 @@ class Shards:
         self.__dict__.update(state)
         self._make_caches()
 
-    def name(self, shard: int) -> str:
+    def full_name(self, shard: int) -> str:
         """Return the name of a shard's file, with its place."""
         return f"{self.places[shard]}/{name_of(self.numbers[shard])}"
 
@@ -160,7 +160,7 @@ class Shards:
         """Return the file, the items, the rows and the bytes of each shard, as plain values."""
         return [
             {
-                "file": self.name(shard),
+                "file": self.full_name(shard),
                 "items": int(self.n_items[shard]),
                 "rows": int(self.n_rows[shard]),
                 "bytes": int(self.sizes[shard]),
@@ -168,18 +168,18 @@ class Shards:
             for shard in range(len(self))
         ]
 
-    def mapped_of(self, column: str) -> dict[int, Mapped]:
+    def mapped_of(self, column: str) -> dict[int, MappedRows]:
         """Return the rows of a column that are mapped now, by shard. Others change this dict."""
         return self._mapped.setdefault(column, {})
 
-    def origins_of(self, column: str) -> Origins:
+    def addresses_of(self, column: str) -> RowAddresses:
         """Return where the rows of a column are mapped now."""
         origins = self._origins.get(column)
         if origins is None:
-            origins = self._origins.setdefault(column, Origins(len(self)))
+            origins = self._origins.setdefault(column, RowAddresses(len(self)))
         return origins
 
-    def rows(self, shard: int, form: ColumnForm) -> Mapped:
+    def mapped_rows(self, shard: int, form: ColumnForm) -> MappedRows:
         """Return a column's rows in a shard, verified on first use. Do not write to them.
 
         Raises:
@@ -188,14 +188,14 @@ class Shards:
         mapped = self.mapped_of(form.name).get(shard)
         if mapped is not None:
             return mapped
-        with self._lock, self._noticing_damage(shard):
-            return self._read(shard, form)
+        with self._lock, self._forget_if_damaged(shard):
+            return self._read_rows(shard, form)
 
-    def stops_of_items(self, shard: int) -> NDArray[np.int64]:
+    def item_stops(self, shard: int) -> NDArray[np.int64]:
         """Return the row after the last of each item of a shard, counted within the shard."""
         stops = self._stops.get(shard)
         if stops is None:
-            stops = np.cumsum(self.rows(shard, ColumnForm(LENGTH, "I64", (), "item")).array)
+            stops = np.cumsum(self.mapped_rows(shard, ColumnForm(LENGTH, "I64", (), "item")).array)
             self._stops[shard] = stops
         return stops
 
@@ -207,22 +207,20 @@ class Shards:
             is_in_shard = shards == shard
             within = rows[is_in_shard] - self.row_bounds.starts[shard]
             before = self.item_bounds.starts[shard]
-            items[is_in_shard] = before + np.searchsorted(
-                self.stops_of_items(shard), within, "right"
-            )
+            items[is_in_shard] = before + np.searchsorted(self.item_stops(shard), within, "right")
         return items
 
-    def describe(self, shard: int) -> Shard:
+    def read_description(self, shard: int) -> Shard:
         """Return the description of a shard."""
-        with self._lock, self._noticing_damage(shard):
+        with self._lock, self._forget_if_damaged(shard):
             return self._open(shard).shard
 
     def check_form(self, form: ColumnForm) -> None:
         """Check that each shard has the rows of a column that the manifest lists."""
         for shard in range(len(self)):
-            with self._lock, self._noticing_damage(shard):
+            with self._lock, self._forget_if_damaged(shard):
                 if n_rows := self._n_rows(shard, form):
-                    _checked(self._open(shard).shard.spans.get(form.name), form, n_rows)
+                    _checked_span(self._open(shard).shard.spans.get(form.name), form, n_rows)
 
     def _n_rows(self, shard: int, form: ColumnForm) -> int:
         return int((self.n_rows if form.per_token else self.n_items)[shard])
@@ -234,26 +232,26 @@ class Shards:
                 self._drop(shard)
 
     @contextmanager
-    def _noticing_damage(self, shard: int) -> Iterator[None]:
+    def _forget_if_damaged(self, shard: int) -> Iterator[None]:
         """Forget a shard that turns out to be damaged, so that a mended shard is read again."""
         try:
-            with read_errors(self.name(shard)):
+            with read_errors(self.full_name(shard)):
                 yield
         except FolderError:
             raise
         except FileNotFoundError as error:
-            raise self._damaged(shard, "is gone") from error
+            raise self._drop_damaged(shard, "is gone") from error
         except DAMAGE as error:
-            raise self._damaged(shard, f"is damaged: {first_line(error)}") from error
+            raise self._drop_damaged(shard, f"is damaged: {first_line(error)}") from error
 
-    def _read(self, shard: int, form: ColumnForm) -> Mapped:
+    def _read_rows(self, shard: int, form: ColumnForm) -> MappedRows:
         opened = self._open(shard)
         n_rows = self._n_rows(shard, form)
         span = opened.shard.spans.get(form.name)
         if span is None and not n_rows:  # all of its items were skipped
             empty = np.empty((0, *form.shape), numpy_dtype(DTYPES[form.dtype]))
-            return self.mapped_of(form.name).setdefault(shard, Mapped(empty, 0))
-        span = _checked(span, form, n_rows)
+            return self.mapped_of(form.name).setdefault(shard, MappedRows(empty, 0))
+        span = _checked_span(span, form, n_rows)
         if opened.data is None:
             data = self._download(shard, form.name, span)
         else:
@@ -261,13 +259,13 @@ class Shards:
         _, verified = self._verified[shard]
         if form.name not in verified or opened.state is None:
             try:
-                check(span, data)
+                check_sum(span, data)
             except ValueError as error:
                 self._alive.pop((shard, form.name), None)  # an error's frames may keep it alive
                 raise ValueError(f"{form.name!r}: {error}") from None
             verified.add(form.name)
-        array = array_of(span, data)
-        mapped = Mapped(array, array.__array_interface__["data"][0])
+        array = as_array(span, data)
+        mapped = MappedRows(array, array.__array_interface__["data"][0])
         self.mapped_of(form.name)[shard] = mapped
         return mapped
 
@@ -276,13 +274,13 @@ class Shards:
         opened = self._open_shards.get(shard)
         if opened is not None:
             return opened
-        place, file = self.places[shard], self._file(shard)
+        place, file = self.places[shard], self._file_name(shard)
         data, state = None, None
         if isinstance(place, LocalPlace):
             while len(self._open_shards) >= MOST_MAPPED:
                 self._drop(next(iter(self._open_shards)))
             state = place.state(file)
-            data = self._map(place, file)
+            data = self._map_file(place, file)
             size, first = len(data), data[:8].tobytes()
             read = data[: header_end(first)].tobytes()
         else:
@@ -291,7 +289,7 @@ class Shards:
             read = first + place.read(file, 8, min(header_end(first), size))
         if size != self.sizes[shard]:
             raise ValueError(f"it must be {self.sizes[shard]:,} bytes long, got {size:,}")
-        description = decode(read, size)
+        description = decode_header(read, size)
         if description.seal != self.seals[shard]:
             raise ValueError(f"its seal must be {self.seals[shard]}, got {description.seal}")
         if self._verified.get(shard, (None,))[0] != state or state is None:
@@ -299,7 +297,7 @@ class Shards:
         opened = self._open_shards[shard] = _OpenShard(description, data, state)
         return opened
 
-    def _map(self, place: LocalPlace, file: str) -> NDArray[np.uint8]:
+    def _map_file(self, place: LocalPlace, file: str) -> NDArray[np.uint8]:
         size = place.size(file)
         try:
             return place.view(file, 0, size)
@@ -314,7 +312,7 @@ class Shards:
         # What somebody still holds need not be downloaded again.
         data = self._alive.get((shard, column))
         if data is None:
-            data = self.places[shard].view(self._file(shard), span.start, span.stop)
+            data = self.places[shard].view(self._file_name(shard), span.start, span.stop)
             self._alive[shard, column] = data
         self._make_room(data.nbytes, shard)
         return data
@@ -333,24 +331,24 @@ class Shards:
         for column in self._mapped.values():
             column.pop(shard, None)
 
-    def _file(self, shard: int) -> str:
+    def _file_name(self, shard: int) -> str:
         return name_of(self.numbers[shard])
 
-    def _damaged(self, shard: int, fault: str) -> FolderError:
+    def _drop_damaged(self, shard: int, fault: str) -> FolderError:
         self._drop(shard)
         return FolderError(
-            f"{self.name(shard)} {fault}.\nRemove what is damaged with `hookline store repair"
+            f"{self.full_name(shard)} {fault}.\nRemove what is damaged with `hookline store repair"
             f" {self.places[shard]}`, then start the same hl.extract again."
         )
 
 
-def find(stops: list[int], index: int) -> tuple[int, int]:
+def find_shard(stops: list[int], index: int) -> tuple[int, int]:
     """Return the shard that holds a row, and the row's index in it."""
     shard = bisect_right(stops, index)
     return shard, index - (stops[shard - 1] if shard else 0)
 
 
-def _checked(span: Span | None, form: ColumnForm, n_rows: int) -> Span:
+def _checked_span(span: Span | None, form: ColumnForm, n_rows: int) -> Span:
     """Return the span of a column in a shard."""
     if span is None:
         raise ValueError(f"it must hold {form.name!r}")
@@ -375,7 +373,7 @@ class Gatherer:
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self._shape, self._dtype = shape, dtype
         self._shift = dtype.itemsize.bit_length() - 1
-        self._memory = np.asarray(_Memory(math.prod(shape) * dtype.itemsize, dtype.itemsize))
+        self._memory = np.asarray(_ProcessMemory(math.prod(shape) * dtype.itemsize, dtype.itemsize))
 
     @staticmethod
     def can_gather(shape: tuple[int, ...]) -> bool:
@@ -391,7 +389,7 @@ class Gatherer:
 
 
 @final
-class Origins:
+class RowAddresses:
     """The addresses of the rows of each shard, for all that is mapped.
 
     It holds the arrays: what a reader finds here stays mapped until the reader lets go of this,
@@ -408,7 +406,7 @@ class Origins:
         self.of_shard[shard] = origin
 
 
-class _Memory:
+class _ProcessMemory:
     """The memory of this process in NumPy's array interface: rows of bytes that overlap."""
 
     def __init__(self, row_bytes: int, number_bytes: int) -> None:

@@ -96,10 +96,10 @@ class Store(Result):
         self._manifest = manifest
         self.parts: tuple[Store, ...] = ()
         if manifest.get("shards") is None:
-            raise _unfinished(place, manifest["job"])
+            raise _unfinished_error(place, manifest["job"])
         try:
             shards = Shards(place, manifest["shards"])
-            self._forms = tuple(_forms(manifest["job"]))
+            self._forms = tuple(_column_forms(manifest["job"]))
             numbers = manifest["statistics"].items()
             self.statistics: SiteDict[Moments] = SiteDict(
                 {name: Moments.from_json(fields) for name, fields in numbers}
@@ -107,11 +107,11 @@ class Store(Result):
             self.skipped: list[tuple[int, str]] = [
                 (int(item), str(text)) for item, text in manifest["skipped"]
             ]
-            self._begin(shards)
+            self._set_shards(shards)
         except DAMAGE as error:
-            raise _damaged(place, f"its {MANIFEST}: {first_line(error)}") from error
+            raise _damaged_error(place, f"its {MANIFEST}: {first_line(error)}") from error
 
-    def _begin(self, shards: Shards) -> None:
+    def _set_shards(self, shards: Shards) -> None:
         self._shards = shards
         self.sites: tuple[str, ...] = tuple(
             form.name for form in self._forms if form.name not in OWN
@@ -126,7 +126,7 @@ class Store(Result):
         Raises:
             AmbiguousError: the store joins several, and each has its own.
         """
-        self._check_single("place")
+        self._check_not_joined("place")
         return self._place
 
     @property
@@ -170,7 +170,7 @@ class Store(Result):
             NotRecordedError: the data had no token ids, or rows are items.
         """
         if TOKEN not in self._columns:
-            form = self._token_form()
+            form = self._token_id_form()
             if form is None:
                 raise NotRecordedError(
                     "a store must hold rows for each token of a text to have token ids."
@@ -179,13 +179,13 @@ class Store(Result):
             self._columns[TOKEN] = Column(self._shards, form)
         return self._columns[TOKEN]
 
-    def _token_form(self) -> ColumnForm | None:
+    def _token_id_form(self) -> ColumnForm | None:
         if self.parts:
-            forms = {part._token_form() for part in self.parts if part.n_rows}
+            forms = {part._token_id_form() for part in self.parts if part.n_rows}
             return forms.pop() if len(forms) == 1 else None
         for shard in range(len(self._shards)):
             if self._shards.n_rows[shard]:
-                span = self._shards.describe(shard).spans.get(TOKEN)
+                span = self._shards.read_description(shard).spans.get(TOKEN)
                 return span and ColumnForm(TOKEN, span.dtype, span.shape[1:], "token")
         return None
 
@@ -203,7 +203,7 @@ class Store(Result):
         Raises:
             AmbiguousError: `hl.Store.cat` joined several stores; write `store.parts[0].job`.
         """
-        self._check_single("job")
+        self._check_not_joined("job")
         job: Mapping[str, Any] = self._manifest["job"]
         return job
 
@@ -217,7 +217,7 @@ class Store(Result):
         Raises:
             AmbiguousError: `hl.Store.cat` joined several stores; write `store.parts[0].provenance`.
         """
-        self._check_single("provenance")
+        self._check_not_joined("provenance")
         made_on = self._manifest["environment"]
         origin = made_on.get("origin", {"versions": {}, "flags": {}})  # older hookline wrote none
         versions = {"hookline": str(self._manifest["hookline"])}
@@ -251,7 +251,7 @@ class Store(Result):
             AmbiguousError: `hl.Store.cat` joined several stores; write `store.parts[0].names`.
             FolderError: the names are damaged.
         """
-        self._check_single("names")
+        self._check_not_joined("names")
         try:
             with read_errors(f"{self._place}/{NAMES}"):
                 data = self._place.read(NAMES)
@@ -261,7 +261,7 @@ class Store(Result):
         except FileNotFoundError:
             return None
         except DAMAGE as error:
-            raise _damaged(self._place, f"its {NAMES}: {first_line(error)}") from error
+            raise _damaged_error(self._place, f"its {NAMES}: {first_line(error)}") from error
         return names
 
     @cached_property
@@ -288,7 +288,7 @@ class Store(Result):
             return files
         except IndexError as error:
             why = f"its {NAMES}: it must have a name for each item, got {len(self.names)}"
-            raise _damaged(self._place, why) from error
+            raise _damaged_error(self._place, why) from error
 
     @cached_property
     def labels(self) -> NDArray[Any] | None:
@@ -310,14 +310,14 @@ class Store(Result):
         return np.array(labels, object)
 
     def __getitem__(self, site: str | Site) -> Column:
-        return self._columns[self._name_of(site)]
+        return self._columns[self._column_name(site)]
 
     def __contains__(self, site: object) -> bool:
         """Return whether the store has values at a site."""
         if not isinstance(site, str | Site):
             return False
         try:
-            self._name_of(site)
+            self._column_name(site)
         except (NotRecordedError, SelectionError):
             return False
         return True
@@ -360,7 +360,7 @@ class Store(Result):
                     "\nOpen them: hl.Store.cat([hl.open('a'), hl.open('b')])."
                 )
         for other in stores[1:]:
-            _check_same(stores[0], other)
+            _check_same_columns(stores[0], other)
         joined = Store.__new__(Store)
         joined._place, joined._manifest, joined.parts = stores[0]._place, {}, stores
         joined._forms = stores[0]._forms
@@ -368,7 +368,7 @@ class Store(Result):
         numbers: Mapping[str, Moments] = reduce(merge_by_key, of_stores, {})
         joined.statistics = SiteDict(numbers)
         joined.skipped = [item for store in stores for item in store.skipped]
-        joined._begin(Shards.joined(store._shards for store in stores))
+        joined._set_shards(Shards.joined(store._shards for store in stores))
         return joined
 
     def dataset(self, *sites: str | Site) -> StoreDataset:
@@ -394,7 +394,7 @@ class Store(Result):
         Raises:
             NotRecordedError: the store has no such site.
         """
-        columns, is_single = self._columns_of(sites)
+        columns, is_single = self._columns_and_is_single(sites)
         return StoreDataset(self._shards, columns, is_single=is_single)
 
     def shuffled(
@@ -432,12 +432,12 @@ class Store(Result):
             NotRecordedError: the store has no such site.
             InputError: `batch_size` or `shards` is not a positive integer.
         """
-        columns, is_single = self._columns_of(sites)
+        columns, is_single = self._columns_and_is_single(sites)
         how = Shuffle(batch_size, seed, shards, drop_last)
         return ShuffledRows(self._shards, columns, how, is_single=is_single)
 
-    def _columns_of(self, sites: Sequence[str | Site]) -> tuple[list[Column], bool]:
-        columns = {name: self[name] for name in map(self._name_of, sites or self.sites)}
+    def _columns_and_is_single(self, sites: Sequence[str | Site]) -> tuple[list[Column], bool]:
+        columns = {name: self[name] for name in map(self._column_name, sites or self.sites)}
         return list(columns.values()), len(sites or self.sites) == 1
 
     def export(self, to: str | os.PathLike[str], format: Format, *sites: str | Site) -> Path:
@@ -479,9 +479,9 @@ class Store(Result):
             FolderError: `to` exists, is a URL or cannot be written; a shard is gone or damaged.
             NotRecordedError: the store has no such site.
         """
-        columns, _ = self._columns_of(sites)
+        columns, _ = self._columns_and_is_single(sites)
         own_columns = [self.items]
-        if any(column.is_ragged for column in columns) and self._token_form() is not None:
+        if any(column.is_ragged for column in columns) and self._token_id_form() is not None:
             own_columns.append(self.tokens)
         named = {column.name for column in columns}
         columns += [column for column in own_columns if column.name not in named]
@@ -513,9 +513,9 @@ class Store(Result):
         """
         for shard in range(len(self._shards)):
             for form in self._forms:
-                self._shards.rows(shard, form)
-            if self._token_form() is not None:
-                self._shards.rows(shard, self.tokens._form)
+                self._shards.mapped_rows(shard, form)
+            if self._token_id_form() is not None:
+                self._shards.mapped_rows(shard, self.tokens._form)
 
     def release(self) -> None:
         """Unmap the files of the store from memory.
@@ -527,7 +527,7 @@ class Store(Result):
         """
         self._shards.release()
 
-    def _name_of(self, site: str | Site) -> str:
+    def _column_name(self, site: str | Site) -> str:
         """Return the name of a site's column, however the site is written."""
         if isinstance(site, str) and site in self._columns:
             return site
@@ -541,10 +541,10 @@ class Store(Result):
         parsed = parse_site(site) if isinstance(site, str) else site
         name = self._by_site.get(parsed)
         if name is None:
-            raise NotRecordedError(self._not_stored(parsed))
+            raise NotRecordedError(self._not_stored_text(parsed))
         return name
 
-    def _not_stored(self, site: Site) -> str:
+    def _not_stored_text(self, site: Site) -> str:
         same_path = [name for stored, name in self._by_site.items() if stored.path == site.path]
         hint = suggestion_text(str(site), same_path, list(self.sites), "stored")
         return (
@@ -552,7 +552,7 @@ class Store(Result):
             "\nLook up one that was, or select this one too when extracting."
         )
 
-    def _check_single(self, attribute: str) -> None:
+    def _check_not_joined(self, attribute: str) -> None:
         if self.parts:
             raise AmbiguousError(
                 f"this store joins {len(self.parts)} stores, and each has its own {attribute}."
@@ -594,7 +594,7 @@ class Store(Result):
                 "shape": self._columns[name].shape,
                 "dtype": torch_name(self._columns[name].dtype),
                 "bytes": self._columns[name].nbytes,
-                "statistics": _numbers(self.statistics.get(name)),
+                "statistics": _numbers_of_moments(self.statistics.get(name)),
             }
             for name in self.sites
         ]
@@ -621,7 +621,7 @@ class Store(Result):
         )
 
 
-def _numbers(moments: Moments | None) -> dict[str, Any] | None:
+def _numbers_of_moments(moments: Moments | None) -> dict[str, Any] | None:
     if moments is None:
         return None
     return {name: getattr(moments, name) for name in _NUMBERS}
@@ -644,7 +644,7 @@ def open_store(where: str | os.PathLike[str] | Place, *, verify: bool = False) -
     place = as_place(where)
     manifest = read_manifest(place)
     if manifest is None:
-        raise _without_manifest(place)
+        raise _no_manifest_error(place)
     store = Store(place, manifest)
     if verify:
         store.verify()
@@ -659,7 +659,7 @@ def site_of(name: str) -> Site:
         return Site(name)
 
 
-def _forms(job: Mapping[str, Any]) -> Iterator[ColumnForm]:
+def _column_forms(job: Mapping[str, Any]) -> Iterator[ColumnForm]:
     forms = list(map(ColumnForm.from_json, job["columns"]))
     yield from forms
     yield ColumnForm(ITEM, "I64", (), "item")
@@ -667,7 +667,7 @@ def _forms(job: Mapping[str, Any]) -> Iterator[ColumnForm]:
         yield ColumnForm(LENGTH, "I64", (), "item")
 
 
-def _check_same(first: Store, other: Store) -> None:
+def _check_same_columns(first: Store, other: Store) -> None:
     """Compare the columns of two stores."""
     stores = first, other
     forms, other_forms = ({form.name: form for form in store._forms} for store in stores)
@@ -689,7 +689,7 @@ def _n_shards(place: Place) -> int:
     return sum(number_of(name) is not None for name in place.names())
 
 
-def _unfinished(place: Place, job: Mapping[str, Any]) -> FolderError:
+def _unfinished_error(place: Place, job: Mapping[str, Any]) -> FolderError:
     n_shards = _n_shards(place)
     advice = "Start the same hl.extract again: it keeps the complete shards."
     if job["data"].get("kind") == LOOP:
@@ -702,16 +702,16 @@ def _unfinished(place: Place, job: Mapping[str, Any]) -> FolderError:
     )
 
 
-def _without_manifest(place: Place) -> FolderError:
+def _no_manifest_error(place: Place) -> FolderError:
     n_shards = _n_shards(place)
     if n_shards:
-        return _damaged(place, f"its {MANIFEST} is gone; {plural(n_shards, 'shard')} left")
+        return _damaged_error(place, f"its {MANIFEST} is gone; {plural(n_shards, 'shard')} left")
     return FolderError(
         f"{place} is not a store: it has no {MANIFEST}.\nGive the folder that hl.extract wrote."
     )
 
 
-def _damaged(place: Place, why: str) -> FolderError:
+def _damaged_error(place: Place, why: str) -> FolderError:
     return FolderError(
         f"{place} is damaged: {why}.\nMake the manifest again from the shards: `hookline store"
         f" repair {place}`"

@@ -205,7 +205,7 @@ class ShuffledRows(IterableDataset[Any]):
         rest = np.empty(0, np.int64)
         for group in _group_evenly(pieces, self._how.shards):
             # Held while rows of them are read, so that nothing is downloaded twice.
-            arrays = [column.array(piece.shard) for piece in group for column in self._columns]
+            arrays = [column.map_shard(piece.shard) for piece in group for column in self._columns]
             rows = np.concatenate([np.arange(piece.start, piece.stop) for piece in group])
             generator.shuffle(rows)
             rows = np.concatenate([rest, rows])

@@ -12,7 +12,7 @@ from hookline.errors import FolderError
 from hookline.files.place import Place
 from hookline.files.read_errors import DamagedError
 from hookline.stores.job_manifest import Job
-from hookline.stores.shard_file import Shard, Writer, name_of, read_shard
+from hookline.stores.shard_file import Shard, ShardWriter, name_of, read_shard
 from hookline.verbs.extract.collective_steps import Pulse, Ranks
 from hookline.verbs.extract.worker import Worker, run_shards
 

@@ -120,7 +120,7 @@ class Worker:
     def run_batch(self, batch: NumberedBatch) -> Chunk:
         """Run the model on a batch, unless that was done already, and return its rows.
 
-        The tensors may still be on their way from a device: `offload.ready()` waits for them.
+        The tensors may still be on their way from a device: `offload.waiter()` waits for them.
 
         Raises:
             NotRecordedError: the model did not reach a site.
@@ -133,7 +133,7 @@ class Worker:
         with seeded(batch.number, self._accelerators):
             chunk = self._run_seeded(batch)
         # A batch holds pinned memory until the device has it.
-        self._ahead.append(self.offload.ready())
+        self._ahead.append(self.offload.waiter())
         if len(self._ahead) > _MOST_AHEAD:
             self._ahead.popleft()()
         return chunk

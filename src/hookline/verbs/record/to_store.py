@@ -33,7 +33,7 @@ from hookline.stores.job_manifest import (
     origin_here,
     write_manifest,
 )
-from hookline.stores.shard_file import Chunk, ColumnForm, Shard, Writer
+from hookline.stores.shard_file import Chunk, ColumnForm, Shard, ShardWriter
 from hookline.util.creating_process import CreatingProcess
 from hookline.verbs.record.keep import Keep
 from hookline.verbs.shared.finalizing_line import FinalizingLine
@@ -110,7 +110,7 @@ class StoreSink:
             _check_empty(place)
             stack.enter_context(place.locked())
             _check_empty(place)  # once more: another writer may have come between
-            self._writer = stack.enter_context(Writer(place, self._note_shard))
+            self._writer = stack.enter_context(ShardWriter(place, self._note_shard))
             self._open = stack.pop_all()
 
     def begin_pass(self, current: Pass) -> None:
@@ -205,7 +205,7 @@ class StoreSink:
 
     def _write_shard(self) -> None:
         number = self._chunks[0].batch // self._job.shard_batches
-        self._writer.put(number, self._chunks, self._offload.ready())
+        self._writer.put(number, self._chunks, self._offload.waiter())
         self._chunks = []
 
     def _note_shard(self, shard: Shard) -> None:
