@@ -12,7 +12,7 @@ from hypothesis import settings
 # or a minute.
 collect_ignore_glob = [
     "src/hookline/data/images.py",
-    "src/hookline/data/npy_files.py",
+    "src/hookline/data/array_files.py",
     "src/hookline/models/checkpoints.py",
     "src/hookline/models/from_*.py",
     "src/hookline/models/packages.py",

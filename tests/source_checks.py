@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import hookline as hl
-from hookline.data import sources
-from hookline.data.batches import Loading
+from hookline.data import make_source
+from hookline.data.data_source import LoadOptions
 from hookline.data.fingerprints import fingerprint
 
 
@@ -52,7 +52,7 @@ class Random(Dataset):
 
 
 def source_of(data, **options):
-    return sources.source_of(data, Loading(**options))
+    return make_source.make_source(data, LoadOptions(**options))
 
 
 def said(action) -> str:

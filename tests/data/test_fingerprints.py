@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hookline.data import fingerprints
-from hookline.data.fingerprints import files_fingerprint, fingerprint, spread
+from hookline.data.fingerprints import files_fingerprint, fingerprint, spread_indices
 from warm import run_python
 
 
@@ -45,7 +45,7 @@ def test_a_fingerprint_is_the_same_in_another_process():
 
 @given(n=st.integers(1, 5000), most=st.integers(2, 100))
 def test_spread_indices_reach_from_the_first_to_the_last(n, most):
-    found = spread(n, most)
+    found = spread_indices(n, most)
     assert (found[0], found[-1], len(found)) == (0, n - 1, min(n, most))
     gaps = np.diff(found)
     assert not len(gaps) or gaps.max() - gaps.min() <= 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hookline.data.npy_files import open_arrays
+from hookline.data.array_files import open_arrays
 from hookline.errors import InputError
 from hookline.recordings.gather_and_reduce import OPS
 from hookline.verbs.compare.compare import compare

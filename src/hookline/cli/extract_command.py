@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hookline as hl
-from hookline.data.npy_files import OF_NUMPY, open_arrays_for
+from hookline.data.array_files import OF_NUMPY, open_arrays_for
 from hookline.display.text import first_line
 from hookline.errors import InputError, warn
 from hookline.models import LoadedModel, load_demo_digits

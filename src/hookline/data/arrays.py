@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128
 
-from hookline.data.batch_memory import BatchMemory
-from hookline.data.fingerprints import N_SAMPLES, WHOLE_BYTES, bytes_of, spread
-from hookline.data.loading import RawBatch
+from hookline.data.buffer_pool import BufferPool
+from hookline.data.fingerprints import N_SAMPLES, WHOLE_BYTES, bytes_of, spread_indices
+from hookline.data.indexed_source import RawBatch
 from hookline.display.text import listed, torch_name
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
@@ -23,7 +23,7 @@ from hookline.errors import InputError
 _PIECE_BYTES = 8 * 1024**2
 
 
-class ArrayPart(NamedTuple):
+class ArrayInFile(NamedTuple):
     """The bytes of an array inside a file.
 
     Args:
@@ -49,7 +49,7 @@ class ArrayPart(NamedTuple):
         last = sum(max((n - 1) * step, 0) for n, step in steps)
         return self.offset + last + np.dtype(self.dtype).itemsize
 
-    def mapped(self) -> NDArray[Any]:
+    def map_readonly(self) -> NDArray[Any]:
         """Map the array read-only.
 
         Raises:
@@ -69,7 +69,7 @@ class ArrayPart(NamedTuple):
         return np.ndarray(self.shape, np.dtype(self.dtype), data.data, self.offset, self.strides)
 
 
-def part_of(array: Any) -> ArrayPart | None:
+def find_array_in_file(array: Any) -> ArrayInFile | None:
     """Find the file of a memory-mapped array, or of a view of one; None for anything else."""
     base: Any = array
     while isinstance(base, np.ndarray):
@@ -81,7 +81,7 @@ def part_of(array: Any) -> ArrayPart | None:
     start = top.offset - top.offset % mmap.ALLOCATIONGRANULARITY
     address = np.frombuffer(base, np.uint8).ctypes.data
     offset = start + array.ctypes.data - address
-    return ArrayPart(Path(top.filename), offset, array.dtype.str, array.shape, array.strides)
+    return ArrayInFile(Path(top.filename), offset, array.dtype.str, array.shape, array.strides)
 
 
 @final
@@ -96,13 +96,13 @@ class ArrayRows:
     """
 
     def __init__(self, array: Any, to: torch.dtype | None = None) -> None:
-        is_part = isinstance(array, ArrayPart)
+        is_part = isinstance(array, ArrayInFile)
         self._array: Any = None if is_part else array
-        self._part: ArrayPart | None = array if is_part else part_of(array)
+        self._part: ArrayInFile | None = array if is_part else find_array_in_file(array)
         self.shape: tuple[int, ...] = tuple(array.shape)
         self.dtype: Any = array.dtype
         self._to = to
-        self._memory = BatchMemory()
+        self._memory = BufferPool()
 
     def converted(self, to: torch.dtype) -> ArrayRows:
         """Return the same rows in another dtype, as they are read."""
@@ -120,7 +120,7 @@ class ArrayRows:
         """
         if self._array is None:
             assert self._part is not None
-            self._array = self._part.mapped()
+            self._array = self._part.map_readonly()
         rows = self._array[slice(start, stop) if self.shape else ()]
         if isinstance(rows, Tensor):  # copied: a model may change its input in place
             rows = rows.detach()
@@ -152,14 +152,14 @@ class ArrayItems:
     """
 
     names = None
-    may_draw = False
+    may_draw_random = False
     fix = "Give arrays of one length."
 
     def __init__(self, arrays: Any, argument: str = "data") -> None:
         self._arrays = arrays
-        parts = _named(arrays)
+        parts = _named_rows(arrays)
         for name, rows in parts:
-            _check(rows, argument + name)
+            _check_rows(rows, argument + name)
         lengths = {rows.shape[0] for _, rows in parts}
         if len(lengths) != 1:
             texts = [f"{rows.shape[0]:,} in {argument}{name}" for name, rows in parts]
@@ -174,7 +174,7 @@ class ArrayItems:
 
     def identity(self) -> dict[str, Any]:
         """Return shape, dtype and fingerprint of each array."""
-        parts = {name: _identity(rows) for name, rows in _named(self._arrays)}
+        parts = {name: _identity(rows) for name, rows in _named_rows(self._arrays)}
         if "" in parts:
             return {"kind": "array", **parts[""]}
         return {"kind": "arrays", "arrays": parts}
@@ -182,7 +182,7 @@ class ArrayItems:
     def load(self, number: int, indices: range, *, pinned: bool = False) -> RawBatch:
         """Copy rows. Errors are raised: the rows are of one file or memory."""
         start, stop = indices.start, indices.stop
-        parts = [rows.read(start, stop, pinned=pinned) for _, rows in _named(self._arrays)]
+        parts = [rows.read(start, stop, pinned=pinned) for _, rows in _named_rows(self._arrays)]
         is_lone = isinstance(self._arrays, ArrayRows)
         data = parts[0] if is_lone else tree.rebuild(self._arrays, parts)
         return RawBatch(number, list(indices), data)
@@ -204,7 +204,7 @@ def array_items(data: Any, argument: str = "data") -> ArrayItems:
         InputError: a part is not an array; or as in `ArrayItems`.
     """
     if is_array(data):
-        return ArrayItems(_rows(data, argument), argument)
+        return ArrayItems(_dense_rows(data, argument), argument)
     is_several = isinstance(data, Mapping | tuple | list)
     keys: Any = list(data) if isinstance(data, Mapping) else range(len(data) if is_several else 0)
     for key in keys:
@@ -222,7 +222,7 @@ def array_items(data: Any, argument: str = "data") -> ArrayItems:
             f" {'an empty ' * is_several}{type(data).__name__}."
             "\nGive the arrays that the model takes."
         )
-    rows = {key: _rows(data[key], f"{argument}[{key!r}]") for key in keys}
+    rows = {key: _dense_rows(data[key], f"{argument}[{key!r}]") for key in keys}
     return ArrayItems(rows if isinstance(data, Mapping) else tuple(rows.values()), argument)
 
 
@@ -241,7 +241,7 @@ def read_numbers(rows: ArrayRows, name: str, *bounds: int) -> Tensor:
         ) from error
 
 
-def _rows(array: Any, name: str) -> ArrayRows:
+def _dense_rows(array: Any, name: str) -> ArrayRows:
     """Return the rows of an array.
 
     Raises:
@@ -264,7 +264,7 @@ def _rows(array: Any, name: str) -> ArrayRows:
     return ArrayRows(array.detach())
 
 
-def _named(arrays: Any) -> list[tuple[str, ArrayRows]]:
+def _named_rows(arrays: Any) -> list[tuple[str, ArrayRows]]:
     if isinstance(arrays, dict):
         return [(f"[{key!r}]", rows) for key, rows in arrays.items()]
     if isinstance(arrays, tuple):
@@ -272,7 +272,7 @@ def _named(arrays: Any) -> list[tuple[str, ArrayRows]]:
     return [("", arrays)]
 
 
-def _check(rows: ArrayRows, name: str) -> None:
+def _check_rows(rows: ArrayRows, name: str) -> None:
     """Check that an array has rows, in a dtype that torch has.
 
     Raises:
@@ -296,7 +296,7 @@ def _identity(rows: ArrayRows) -> dict[str, Any]:
         ranges = [(start, min(start + step, n)) for start in range(0, n, step)]
     else:
         most = max(min(N_SAMPLES, WHOLE_BYTES // row_bytes), 2)
-        ranges = [(row, row + 1) for row in spread(n, most)]
+        ranges = [(row, row + 1) for row in spread_indices(n, most)]
     for start, stop in ranges:
         digest.update(bytes_of(rows.read(start, stop)).data)
     dtype = torch_name(first.dtype)

@@ -21,7 +21,7 @@ _OF_A_DECODER = (_DECODER_MASK, "decoder_input_ids", "labels")
 
 @final
 @dataclass(frozen=True)
-class Mask:
+class MaskOption:
     """The option `mask=` of `hl.extract`.
 
     Args:
@@ -34,7 +34,7 @@ class Mask:
     is_given: bool = False
 
 
-class Given(NamedTuple):
+class BatchAndInputs(NamedTuple):
     """A batch, and what the model takes of it.
 
     Args:
@@ -60,7 +60,7 @@ class Given(NamedTuple):
         return None if value is None else tuple(getattr(value, "shape", ()))
 
 
-def tokens_of(given: Given, mask: Mask) -> Tokens | None:
+def find_tokens(given: BatchAndInputs, mask: MaskOption) -> Tokens | None:
     """Find the tokens of a batch.
 
     Returns:
@@ -70,32 +70,32 @@ def tokens_of(given: Given, mask: Mask) -> Tokens | None:
         InputError: the batch does not have the key, or the value is neither a mask nor lengths of
             the batch's items.
     """
-    value = _value_of(mask, given)
+    value = _mask_or_lengths(mask, given)
     if value is None:
         return None
     try:
         marks = torch.as_tensor(value, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError):
-        raise _no_mask(value) from None
+        raise _no_mask_error(value) from None
     if marks.is_complex() or marks.ndim not in (1, 2):
-        raise _no_mask(value)
+        raise _no_mask_error(value)
     if len(marks) != given.n_items:
         raise InputError(
             f"mask must give a row or a length for each of the {given.n_items} items of a batch,"
             f" got {describe.in_words(marks)}.\nLook at what it gives for one batch."
         )
     decoder = _decoder_key(given)
-    ids = _ids(given, _ids_key(mask, decoder), marks)
+    ids = _token_ids(given, _ids_key(mask, decoder), marks)
     if marks.ndim == 1:
         if marks.is_floating_point() or marks.dtype is torch.bool:
-            raise _no_mask(value)
+            raise _no_mask_error(value)
         if decoder and ids is None:
             raise InputError(
                 "mask must give a mask of shape (items, tokens) for a model with a decoder, got"
                 " a length for each item.\nMake it of the lengths: torch.arange(n_tokens) <"
                 " lengths[:, None]."
             )
-        marks = _mask_of(marks, None if ids is None else ids.shape[1])
+        marks = _lengths_to_mask(marks, None if ids is None else ids.shape[1])
     _check_mask(marks, ids)
     marks = marks.bool()
     rival = None
@@ -104,7 +104,7 @@ def tokens_of(given: Given, mask: Mask) -> Tokens | None:
     return Tokens(marks, marks.sum(1).tolist(), None if ids is None else ids.cpu()[marks], rival)
 
 
-def _value_of(mask: Mask, given: Given) -> Any:
+def _mask_or_lengths(mask: MaskOption, given: BatchAndInputs) -> Any:
     """Return the mask or the lengths of a batch; None without one.
 
     Raises:
@@ -114,7 +114,7 @@ def _value_of(mask: Mask, given: Given) -> Any:
     if not isinstance(key, str):
         return None if key is None else key(given.batch)
     value = given.get(key)
-    if value is not None and (mask.is_given or _is_of_inputs(key, given)):
+    if value is not None and (mask.is_given or _is_mask_of_inputs(key, given)):
         return value
     if not mask.is_given:
         return None
@@ -126,7 +126,7 @@ def _value_of(mask: Mask, given: Given) -> Any:
     )
 
 
-def _is_of_inputs(key: str, given: Given) -> bool:
+def _is_mask_of_inputs(key: str, given: BatchAndInputs) -> bool:
     """Tell whether a mask is of what the model takes: the rest of a batch may have one, too."""
     if isinstance(given.inputs, Mapping) and key in given.inputs:
         return True
@@ -134,21 +134,21 @@ def _is_of_inputs(key: str, given: Given) -> bool:
     return any(tuple(tensor.shape[:2]) == shape for _, tensor in tree.tensors(given.inputs))
 
 
-def _decoder_key(given: Given) -> str | None:
+def _decoder_key(given: BatchAndInputs) -> str | None:
     """Return the key of a decoder's tokens in a batch; None if the model has no decoder."""
     keys = [key for key in _OF_A_DECODER if len(given.shape_of(key) or ()) == 2]
     # A model that is a decoder alone has labels of the tokens that it reads.
     return keys[0] if keys and (given.has_decoder or keys != ["labels"]) else None
 
 
-def _ids_key(mask: Mask, decoder: str | None) -> str | None:
+def _ids_key(mask: MaskOption, decoder: str | None) -> str | None:
     """Return the key of the ids of the tokens; None if either side's tokens may be meant."""
     if decoder is None or mask.value == DEFAULT_MASK:
         return "input_ids"
     return "decoder_input_ids" if mask.value == _DECODER_MASK else None
 
 
-def _no_mask(value: Any) -> InputError:
+def _no_mask_error(value: Any) -> InputError:
     return InputError(
         f"mask must give a mask of shape (items, tokens) or a length for each item, got"
         f" {describe.in_words(value)}.\nGive the key of the mask in the batch, such as"
@@ -156,7 +156,7 @@ def _no_mask(value: Any) -> InputError:
     )
 
 
-def _mask_of(lengths: Tensor, longest: int | None) -> Tensor:
+def _lengths_to_mask(lengths: Tensor, longest: int | None) -> Tensor:
     """Make a mask of lengths.
 
     Raises:
@@ -191,7 +191,7 @@ def _check_mask(mask: Tensor, ids: Tensor | None) -> None:
         )
 
 
-def _ids(given: Given, key: str | None, marks: Tensor) -> Tensor | None:
+def _token_ids(given: BatchAndInputs, key: str | None, marks: Tensor) -> Tensor | None:
     """Return the ids of tokens, or None: by their key, or inputs that are integers themselves."""
     if key is None:
         return None

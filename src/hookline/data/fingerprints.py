@@ -32,25 +32,25 @@ def fingerprint(value: Any) -> str:
             object counts by its type alone.
     """
     digest = xxh3_128()
-    for part in _parts(value):
+    for part in _encode_parts(value):
         # The length keeps two neighbours apart: ("ab", "c") is not ("a", "bc").
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _encode_parts(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         yield f"mapping {len(value)}".encode()
         for key, part in value.items():
             yield repr(key).encode()
-            yield from _parts(part)
+            yield from _encode_parts(part)
     elif isinstance(value, tuple | list):
         yield f"{'list' if isinstance(value, list) else 'tuple'} {len(value)}".encode()
         for part in value:
-            yield from _parts(part)
+            yield from _encode_parts(part)
     elif isinstance(value, Tensor) and value.is_nested:
-        yield from _parts(("nested", *value.unbind()))
+        yield from _encode_parts(("nested", *value.unbind()))
     elif isinstance(value, Tensor):
         value = value if value.layout is torch.strided else value.to_dense()
         yield f"tensor {value.dtype} {list(value.shape)}".encode()
@@ -71,15 +71,15 @@ def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     return data
 
 
-def spread(n: int, most: int) -> list[int]:
-    """Return at most so many indices below `n`, spread evenly; the first and the last are in it.
+def spread_indices(length: int, most: int) -> list[int]:
+    """Return at most so many indices below `length`, spread evenly, with the first and the last.
 
-    >>> spread(10, 4), spread(2, 4)
+    >>> spread_indices(10, 4), spread_indices(2, 4)
     ([0, 3, 6, 9], [0, 1])
     """
-    if n <= most:
-        return list(range(n))
-    return [index * (n - 1) // (most - 1) for index in range(most)]
+    if length <= most:
+        return list(range(length))
+    return [index * (length - 1) // (most - 1) for index in range(most)]
 
 
 def files_fingerprint(paths: Sequence[Path]) -> str:
@@ -91,7 +91,7 @@ def files_fingerprint(paths: Sequence[Path]) -> str:
         n_blocks = -(-size // _BLOCK_BYTES)
         most = n_blocks if is_whole else max(N_SAMPLES // len(paths), 2)
         with path.open("rb") as file:
-            for block in spread(n_blocks, most):
+            for block in spread_indices(n_blocks, most):
                 file.seek(block * _BLOCK_BYTES)
                 digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()

@@ -42,15 +42,15 @@ def guess_input(loaded: LoadedModel) -> Batch | None:
     # For other models, the preparation of pictures is a guess itself.
     is_of_library = loaded.name.startswith(("torchvision:", "timm:", "hf:"))
     if loaded.preprocess is None or not is_of_library:
-        return _by_first_layer(loaded)
+        return _guess_by_first_layer(loaded)
     image_module = import_package("PIL.Image", loaded.name, InputError)
     picture = image_module.new("RGB", (256, 256), (128, 128, 128))
     return picture_batch(loaded.preprocess(picture).unsqueeze(0), "a grey picture", loaded)
 
 
-def _by_first_layer(loaded: LoadedModel) -> Batch | None:
+def _guess_by_first_layer(loaded: LoadedModel) -> Batch | None:
     for module in loaded.model.modules():
-        x = _for_layer(module)
+        x = _random_input_for(module)
         if x is not None:
             return Batch((x,), {}, f"random, {describe(x)}")
         if any(True for _ in module.parameters(recurse=False)):
@@ -58,7 +58,7 @@ def _by_first_layer(loaded: LoadedModel) -> Batch | None:
     return None
 
 
-def _for_layer(module: nn.Module) -> Tensor | None:
+def _random_input_for(module: nn.Module) -> Tensor | None:
     if isinstance(module, nn.Embedding):
         return integers((1, _N_TOKENS), module.num_embeddings)
     if isinstance(module, nn.Linear):

@@ -9,10 +9,10 @@ from typing import Any, final
 
 from torch.utils.data import default_collate
 
-from hookline.data.batches import Loading
+from hookline.data.data_source import LoadOptions
 from hookline.data.fingerprints import files_fingerprint
-from hookline.data.images import prepared
-from hookline.data.loading import SingleItems
+from hookline.data.images import apply_preprocess
+from hookline.data.indexed_source import SingleItems
 from hookline.data.texts import KEY, text_or_skip
 from hookline.display.text import listed
 from hookline.errors import InputError
@@ -42,7 +42,7 @@ class HuggingFaceItems(SingleItems):
 
     fix = "Give columns that fit together: dataset.select_columns([...])."
 
-    def __init__(self, data: Any, loading: Loading) -> None:
+    def __init__(self, data: Any, loading: LoadOptions) -> None:
         self._path: Path | None = data if isinstance(data, Path) else None
         self._dataset = None if self._path is not None else data
         columns = self.dataset.column_names
@@ -89,15 +89,15 @@ class HuggingFaceItems(SingleItems):
     def read(self, indices: Sequence[int]) -> list[Any]:
         """Read rows, in one piece."""
         if self._rows is None:
-            self._rows = self._selected()
+            self._rows = self._formatted_dataset()
         rows = self._rows.__getitems__(list(indices))
         if self._tokenize is not None:
             return [text_or_skip(row[KEY]) for row in rows]
         if self._preprocess is not None:
-            return [prepared(row[_IMAGE], self._preprocess) for row in rows]
+            return [apply_preprocess(row[_IMAGE], self._preprocess) for row in rows]
         return list(rows)
 
-    def _selected(self) -> Any:
+    def _formatted_dataset(self) -> Any:
         if self._column is not None:
             return self.dataset.with_format(None).select_columns([self._column])
         # Python lists would be collated a position at a time.

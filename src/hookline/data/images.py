@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from hookline.data.loading import Refusal, SingleItems
+from hookline.data.indexed_source import DataSetError, SingleItems
 from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.models.loaded import Preprocess, describe
@@ -50,7 +50,7 @@ class ImageItems(SingleItems):
     def __init__(self, path: Path, preprocess: Preprocess | None) -> None:
         self.n_others: int
         self._folder = path if is_folder(path) else path.parent
-        sizes, self.n_others = _find(path) if is_folder(path) else ({path.name: _size(path)}, 0)
+        sizes, self.n_others = _images(path) if is_folder(path) else ({path.name: _size(path)}, 0)
         self.names: list[str] = sorted(sizes)
         self._fingerprint = _fingerprint([(name, sizes[name]) for name in self.names])
         self.root: str = f"{self._folder}{os.sep}"
@@ -73,7 +73,7 @@ class ImageItems(SingleItems):
     def read(self, indices: Sequence[int]) -> list[Any]:
         """Open pictures, and convert each to a tensor."""
         pictures = (open_picture(self._folder / self.names[index]) for index in indices)
-        return [prepared(picture, self._preprocess) for picture in pictures]
+        return [apply_preprocess(picture, self._preprocess) for picture in pictures]
 
     def collate(self, values: list[Any], indices: list[int]) -> Any:
         """Stack pictures.
@@ -119,22 +119,22 @@ def open_picture(path: Path) -> Image:
         ) from error
 
 
-def prepared(picture: Image, preprocess: Preprocess) -> Tensor:
+def apply_preprocess(picture: Image, preprocess: Preprocess) -> Tensor:
     """Convert a picture to a tensor.
 
     Raises:
-        Refusal: the preprocessing returns something else.
+        DataSetError: the preprocessing returns something else.
     """
     tensor: Any = preprocess(picture)
     if not isinstance(tensor, Tensor):
-        raise Refusal(
+        raise DataSetError(
             f"preprocess must return a tensor, got {type(tensor).__name__}."
             "\nEnd it with a conversion such as torchvision.transforms.functional.to_tensor."
         )
     return tensor
 
 
-def _find(folder: Path) -> tuple[dict[str, int], int]:
+def _images(folder: Path) -> tuple[dict[str, int], int]:
     """Return the pictures below a folder with their sizes, and the number of other files.
 
     Raises:
@@ -144,7 +144,7 @@ def _find(folder: Path) -> tuple[dict[str, int], int]:
     n_others = 0
     prefix = os.path.join(folder, "")
     try:
-        for path in _files(folder):
+        for path in _visible_files(folder):
             if path.lower().endswith(SUFFIXES) and not is_special(path):
                 sizes[path[len(prefix) :].replace(os.sep, "/")] = _size(path)
             else:
@@ -174,14 +174,14 @@ def _fingerprint(sizes: list[tuple[str, int]]) -> str:
     return digest.hexdigest()
 
 
-def _files(folder: Path) -> Iterator[str]:
+def _visible_files(folder: Path) -> Iterator[str]:
     """List the files below a folder; hidden ones, and those in hidden folders, are left out."""
-    around = {os.fspath(folder): {_identity(folder)}}
-    for parent, folders, files in os.walk(folder, onerror=_fail, followlinks=True):
+    around = {os.fspath(folder): {_device_and_inode(folder)}}
+    for parent, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
         outer = around.pop(parent)
         for name in folders[:]:
             path = os.path.join(parent, name)
-            inner = _identity(path)
+            inner = _device_and_inode(path)
             if name.startswith(".") or inner in outer:  # a link back would never end
                 folders.remove(name)
             else:
@@ -189,10 +189,10 @@ def _files(folder: Path) -> Iterator[str]:
         yield from (os.path.join(parent, name) for name in files if not name.startswith("."))
 
 
-def _identity(folder: str | Path) -> tuple[int, int]:
+def _device_and_inode(folder: str | Path) -> tuple[int, int]:
     facts = os.stat(folder)
     return facts.st_dev, facts.st_ino
 
 
-def _fail(error: OSError) -> None:
+def _raise(error: OSError) -> None:
     raise error  # os.walk would leave out a folder that it cannot read

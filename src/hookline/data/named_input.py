@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from hookline.data import npy_files
+from hookline.data import array_files
 from hookline.data.arrays import ArrayRows, read_numbers
-from hookline.data.batches import Loading
+from hookline.data.data_source import LoadOptions
+from hookline.data.dataset_items import DatasetItems
 from hookline.data.images import ImageItems
-from hookline.data.loading import IndexedSource, Items
-from hookline.data.paths import SUFFIXES, items_of_path, path_of
+from hookline.data.indexed_source import IndexedSource, Items
+from hookline.data.path_items import SUFFIXES, items_of_path, resolve_path
 from hookline.data.random_batch import PREFIX, make_random
-from hookline.data.texts import TextItems, tokenizer_of
-from hookline.data.torch_datasets import DatasetItems
+from hookline.data.texts import TextItems, as_tokenizer
 from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.models.demo import load_demo_digits
@@ -72,12 +72,12 @@ def load_input(spec: str, loaded: LoadedModel) -> Batch:
             raise InputError(
                 "the text must not be empty.\nGive a text, a file or random:SHAPE:int64."
             )
-        items = DatasetItems([spec], tokenize=tokenizer_of(loaded.tokenize))
-        return _batch_of(items, f'text "{_shorten(spec)}"')
-    path = path_of(spec, "the input", _path_fix(spec, loaded))
-    if path.suffix.lower() in npy_files.SUFFIXES and not is_folder(path):
-        return _array_batch(path, loaded.model)
-    return _path_batch(path, loaded)
+        items = DatasetItems([spec], tokenize=as_tokenizer(loaded.tokenize))
+        return _load_batch(items, f'text "{_shorten(spec)}"')
+    path = resolve_path(spec, "the input", _path_fix(spec, loaded))
+    if path.suffix.lower() in array_files.SUFFIXES and not is_folder(path):
+        return _load_arrays(path, loaded.model)
+    return _load_path(path, loaded)
 
 
 def picture_batch(
@@ -98,16 +98,16 @@ def _demo_batch() -> Batch:
     return Batch((pixels,), {}, f"eight digits, {describe(pixels)}", tuple(pictures))
 
 
-def _path_batch(path: Path, loaded: LoadedModel) -> Batch:
+def _load_path(path: Path, loaded: LoadedModel) -> Batch:
     pictures: list[Image] = []
     preprocess = loaded.preprocess
 
-    def prepare(picture: Image) -> Tensor:
+    def keep(picture: Image) -> Tensor:
         assert preprocess is not None
         pictures.append(picture)
         return preprocess(picture)
 
-    loading = Loading(preprocess=None if preprocess is None else prepare, tokenize=loaded.tokenize)
+    loading = LoadOptions(preprocess=None if preprocess is None else keep, tokenize=loaded.tokenize)
     items = items_of_path(path, loading)
     n_items = len(items)
     if n_items > _MAX_ITEMS and not isinstance(items, TextItems):
@@ -120,32 +120,32 @@ def _path_batch(path: Path, loaded: LoadedModel) -> Batch:
     if isinstance(items, ImageItems) and is_folder(path):
         others_text = f", {plural(items.n_others, 'other file')} left out" if items.n_others else ""
         source = f"{path.resolve().name}/ ({plural(n_items, 'picture')}{others_text})"
-    batch = _batch_of(items, source)
+    batch = _load_batch(items, source)
     return picture_batch(batch.args[0], source, loaded, tuple(pictures)) if pictures else batch
 
 
-def _batch_of(items: Items, source: str) -> Batch:
+def _load_batch(items: Items, source: str) -> Batch:
     """Load all items as one batch.
 
     Raises:
         InputError: one of them cannot be loaded, or all are blank texts.
     """
-    loading = Loading(len(items), skip_fix="Mend it, or leave it out.")
+    loading = LoadOptions(len(items), skip_fix="Mend it, or leave it out.")
     (batch,) = IndexedSource(items, loading).batches([0])
     if not batch.items:
         raise InputError(f"{source} must have at least one text, got none.\nWrite one text a line.")
     if isinstance(items, TextItems):
         source = f"{source} ({plural(len(batch.items), 'text')})"
-    return _described(batch.data, source)
+    return _describe_batch(batch.data, source)
 
 
-def _array_batch(path: Path, model: nn.Module) -> Batch:
+def _load_arrays(path: Path, model: nn.Module) -> Batch:
     """Read a file of arrays: one is the argument, several are keyword arguments.
 
     Raises:
         InputError: the file is broken, needs unpickling, or holds no array of numbers.
     """
-    content, is_converted = npy_files.open_arrays_for(path, model)
+    content, is_converted = array_files.open_arrays_for(path, model)
 
     def read(value: Any) -> Any:
         return read_numbers(value, str(path)) if isinstance(value, ArrayRows) else value
@@ -161,12 +161,12 @@ def _array_batch(path: Path, model: nn.Module) -> Batch:
             f"{path} must hold a tensor, got {describe(values[0]) if values else 'none'}.\n"
             "Save a tensor, a tuple of arguments, or a dict of keyword arguments."
         )
-    batch = _described(content, path.name)
+    batch = _describe_batch(content, path.name)
     note = " (float64 in the file)" * is_converted
     return Batch(batch.args, batch.kwargs, batch.description + note)
 
 
-def _described(data: Any, source: str) -> Batch:
+def _describe_batch(data: Any, source: str) -> Batch:
     """Return the data of a batch as arguments, with a description of each."""
     if isinstance(data, dict):
         parts = [f"{key} {describe(value)}" for key, value in data.items()]
@@ -190,7 +190,7 @@ def _path_fix(spec: str, loaded: LoadedModel) -> str:
         return "Check the path, or give a text with a space in it."
     takes = "a picture, a folder of pictures, " if loaded.preprocess else ""
     return (
-        f"Give {takes}{', '.join(npy_files.SUFFIXES)} or random:SHAPE (random:1x3x224x224);"
+        f"Give {takes}{', '.join(array_files.SUFFIXES)} or random:SHAPE (random:1x3x224x224);"
         f" {loaded.name} has no tokenizer for text."
     )
 

@@ -74,10 +74,10 @@ class ParquetTexts:
         for index in indices:
             group = int(np.searchsorted(self._ends, index, side="right"))
             start = int(self._ends[group - 1]) if group else 0
-            texts.append(self._column(group)[index - start].as_py())
+            texts.append(self._texts_of_group(group)[index - start].as_py())
         return texts
 
-    def _column(self, group: int) -> Any:
+    def _texts_of_group(self, group: int) -> Any:
         if self._group is None or self._group[0] != group:
             self._group = None  # two groups at once would take twice the memory
             parquet = import_package("pyarrow.parquet", str(self._path), InputError)

@@ -61,27 +61,27 @@ def make_random(spec: str, loaded: LoadedModel) -> Batch:
     if dtype.is_floating_point:
         tensor = normal(shape).to(dtype)
     else:
-        high = 2 if dtype is torch.bool else min(_N_TOKENS, _vocabulary(loaded.model))
+        high = 2 if dtype is torch.bool else min(_N_TOKENS, _vocabulary_size(loaded.model))
         tensor = integers(shape, high).to(dtype)
     return Batch((tensor,), {}, f"random, {describe(tensor)}")
 
 
 def normal(shape: Sequence[int]) -> Tensor:
     """Draw floats from the normal distribution, from a fixed seed."""
-    return torch.randn(shape, generator=_generator(), device="cpu")
+    return torch.randn(shape, generator=_seeded_generator(), device="cpu")
 
 
 def integers(shape: Sequence[int], high: int) -> Tensor:
     """Draw integers from 0 to below `high`, from a fixed seed."""
-    return torch.randint(0, high, shape, generator=_generator(), device="cpu")
+    return torch.randint(0, high, shape, generator=_seeded_generator(), device="cpu")
 
 
-def _generator() -> torch.Generator:
+def _seeded_generator() -> torch.Generator:
     """Return a separate generator: torch's global random state is not consumed."""
     return torch.Generator().manual_seed(_SEED)
 
 
-def _vocabulary(model: nn.Module) -> int:
+def _vocabulary_size(model: nn.Module) -> int:
     get = getattr(model, "get_input_embeddings", None)
     try:
         embeddings = get() if callable(get) else None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128
 
-from hookline.data.loading import Refusal, SingleItems, Skip
+from hookline.data.indexed_source import DataSetError, SingleItems, Skip
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, warn
 from hookline.models.packages import in_short
@@ -50,7 +50,7 @@ class TextItems(SingleItems):
 
     Args:
         texts: the texts.
-        tokenize: makes a dict of tensors of a list of texts: `tokenizer_of`.
+        tokenize: makes a dict of tensors of a list of texts: `as_tokenizer`.
     """
 
     fix = "Give a tokenize= that pads the texts of a batch to one length."
@@ -74,7 +74,7 @@ class TextItems(SingleItems):
         return self.tokenize(values)
 
 
-def text_in(data: Any) -> Any:
+def text_or_data(data: Any) -> Any:
     """Return the text, or the list of texts, at the key "text" of an item or batch; else these."""
     texts = data.get(KEY, data) if isinstance(data, Mapping) else data
     return texts if texts is None or isinstance(texts, str | list) else data
@@ -94,7 +94,7 @@ def text_or_skip(text: Any) -> str | Skip:
 
 
 @final
-class Tokenizing:
+class Tokenizer:
     """A tokenizer as a function of a list of texts.
 
     Args:
@@ -111,14 +111,14 @@ class Tokenizing:
         """Tokenize texts.
 
         Raises:
-            Refusal: the tokenizer returns something else than a dict of tensors.
+            DataSetError: the tokenizer returns something else than a dict of tensors.
         """
         tokens = self._tokenizer(texts, **self._options)
         if not isinstance(tokens, Mapping) or not all(
             isinstance(tensor, Tensor) for tensor in tokens.values()
         ):
-            raise Refusal(
-                f"tokenize must return a dict of tensors, got {_other_value(tokens)}."
+            raise DataSetError(
+                f"tokenize must return a dict of tensors, got {_non_tensor_text(tokens)}."
                 "\nGive a tokenizer of transformers, or a function that pads to one length and"
                 " returns tensors."
             )
@@ -133,7 +133,7 @@ class Tokenizing:
         return dict(tokens)
 
 
-def _other_value(result: Any) -> str:
+def _non_tensor_text(result: Any) -> str:
     """Describe the first value of a tokenizer's result that is not a tensor, or the result."""
     if isinstance(result, Mapping):
         for key, value in result.items():
@@ -142,7 +142,7 @@ def _other_value(result: Any) -> str:
     return type(result).__name__
 
 
-def tokenizer_of(
+def as_tokenizer(
     tokenize: Any, needed_by: str = "text"
 ) -> Callable[[list[str]], dict[str, Tensor]]:
     """Return a function of a list of texts that returns a dict of tensors.
@@ -162,11 +162,11 @@ def tokenizer_of(
             "\nGive the model's tokenizer: transformers.AutoTokenizer.from_pretrained(NAME). A"
             " model without one takes tensors."
         )
-    if isinstance(tokenize, Tokenizing):
+    if isinstance(tokenize, Tokenizer):
         return tokenize
     transformers = module_if_imported("transformers")  # a tokenizer of it has imported it
     if transformers is None or not isinstance(tokenize, transformers.PreTrainedTokenizerBase):
-        return Tokenizing(tokenize, {})
+        return Tokenizer(tokenize, {})
     if tokenize.pad_token is None:
         raise InputError(
             f"tokenize must be able to pad, got a {type(tokenize).__name__} without a padding"
@@ -174,11 +174,11 @@ def tokenizer_of(
             " tokenizer.eos_token"
         )
     is_limited = tokenize.model_max_length < _NO_LIMIT
-    return Tokenizing(tokenize, {"return_tensors": "pt", "padding": True, "truncation": is_limited})
+    return Tokenizer(tokenize, {"return_tensors": "pt", "padding": True, "truncation": is_limited})
 
 
 @final
-class Lines:
+class FileLines:
     """The lines of a text file. Their offsets are found once; the lines stay on disk.
 
     Args:
@@ -192,7 +192,7 @@ class Lines:
         self._path = path
         self._is_json = path.suffix.lower() == ".jsonl"
         try:
-            self._offsets, self._fingerprint = _index(path)
+            self._offsets, self._fingerprint = _index_lines(path)
         except OSError as error:
             raise InputError(
                 f"{path} must be readable, got {in_short(error)}.\nGive a file that you may read."
@@ -216,19 +216,19 @@ class Lines:
         """Read texts, in one piece from the first to the last.
 
         Raises:
-            Refusal: the file has another size than when it was indexed.
+            DataSetError: the file has another size than when it was indexed.
             ValueError: a line is not UTF-8, or not an object with the key "text".
         """
-        lines = self._lines(indices)
-        return [_value(line) for line in lines] if self._is_json else lines
+        lines = self._read_lines(indices)
+        return [_text_of_json_line(line) for line in lines] if self._is_json else lines
 
-    def _lines(self, indices: Sequence[int]) -> list[Any]:
+    def _read_lines(self, indices: Sequence[int]) -> list[Any]:
         first, last = min(indices), max(indices) + 1
         start = int(self._offsets[first])
         with self._path.open("rb") as file:
             size = file.seek(0, 2)
             if size != self._offsets[-1]:
-                raise Refusal(
+                raise DataSetError(
                     f"{self._path} must have {self._offsets[-1]} bytes, as when the job began, got"
                     f" {size}.\nPut the old file back, or extract the new one to another folder."
                 )
@@ -246,7 +246,7 @@ class Lines:
         """
         for index in range(min(len(self), _N_CHECKED)):
             try:
-                (line,) = self._lines([index])
+                (line,) = self._read_lines([index])
                 entry = json.loads(line) if line.strip() else {KEY: ""}
             except ValueError:
                 return  # this line alone may be broken: loading it says so
@@ -259,7 +259,7 @@ class Lines:
                 return
 
 
-def _value(line: str) -> Any:
+def _text_of_json_line(line: str) -> Any:
     """Return the text of a line of .jsonl; None for a blank line.
 
     Raises:
@@ -280,7 +280,7 @@ def _keys(entry: Any) -> str:
     return f"the keys {keys}{', …' * (len(entry) > 3)}" if entry else "an empty object"
 
 
-def _index(path: Path) -> tuple[NDArray[np.int64], str]:
+def _index_lines(path: Path) -> tuple[NDArray[np.int64], str]:
     """Read a file once: the first byte of each line, then the end; and its fingerprint."""
     digest = xxh3_128()
     ends: list[NDArray[np.int64]] = []

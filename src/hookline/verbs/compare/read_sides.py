@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from hookline.curves import Curves
-from hookline.data.npy_files import open_arrays
+from hookline.data.array_files import open_arrays
 from hookline.display.text import plural
 from hookline.engine import ROOT, Site, parse_site, path_text, paths_above, say_by_rank
 from hookline.engine.model_fingerprint import RecordedModel

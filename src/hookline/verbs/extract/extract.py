@@ -163,7 +163,7 @@ def extract(
 
         def prepare() -> tuple[Setup, Worker, Engine]:
             first_parameter = next(model.parameters(), None)
-            loading = Loading(
+            loading = LoadOptions(
                 batch_size,
                 options.get("workers", 0),
                 options.get("on_error", "raise"),

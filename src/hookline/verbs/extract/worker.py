@@ -12,8 +12,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.data.batch_tokens import Given, Mask, tokens_of
-from hookline.data.batches import DataSource, NumberedBatch
+from hookline.data.batch_tokens import BatchAndInputs, MaskOption, find_tokens
+from hookline.data.data_source import DataSource, NumberedBatch
 from hookline.data.seeding import seeded
 from hookline.engine import Site, sharding_kind
 from hookline.engine.pytree import describe, tree
@@ -51,7 +51,7 @@ class Worker:
         prefix: Prefix,
         source: DataSource,
         inputs: Any,
-        mask: Mask,
+        mask: MaskOption,
         gather: Callable[[Any], Any] | None = None,
     ) -> None:
         self._prefix = prefix
@@ -146,8 +146,8 @@ class Worker:
             return Chunk(batch.number, [], columns, [] if has_tokens else None, None, batch.skipped)
         data = self._inputs_of(batch)
         whole = data if self._inputs is None else batch.data
-        given = Given(data, whole, len(batch.items), self._has_decoder)
-        tokens = tokens_of(given, self._mask)
+        given = BatchAndInputs(data, whole, len(batch.items), self._has_decoder)
+        tokens = find_tokens(given, self._mask)
         with torch.no_grad():
             missing = self._forward_with_hint(tree.map_tensors(self._move, data))
         passes = self._prefix.recording.pop_passes()

@@ -6,21 +6,21 @@ import difflib
 import os
 from pathlib import Path
 
-from hookline.data import images, npy_files
+from hookline.data import array_files, images
 from hookline.data.arrays import array_items
-from hookline.data.batches import Loading
+from hookline.data.data_source import LoadOptions
 from hookline.data.huggingface import HuggingFaceItems, is_huggingface_folder
-from hookline.data.loading import Items
+from hookline.data.indexed_source import Items
 from hookline.data.parquet import ParquetTexts
-from hookline.data.texts import Lines, TextItems, Texts, tokenizer_of
+from hookline.data.texts import FileLines, TextItems, Texts, as_tokenizer
 from hookline.errors import InputError
 from hookline.util.local_paths import is_file, is_folder, is_special, names_in, printable
 
 _TEXTS = (".txt", ".jsonl", ".parquet")
-SUFFIXES = (*images.SUFFIXES, *npy_files.SUFFIXES, *_TEXTS)
+SUFFIXES = (*images.SUFFIXES, *array_files.SUFFIXES, *_TEXTS)
 
 
-def path_of(spec: str | os.PathLike[str], argument: str, fix: str) -> Path:
+def resolve_path(spec: str | os.PathLike[str], argument: str, fix: str) -> Path:
     """Return the absolute path of a file of data, or of a folder.
 
     Args:
@@ -53,11 +53,11 @@ def path_of(spec: str | os.PathLike[str], argument: str, fix: str) -> Path:
     return path
 
 
-def items_of_path(path: Path, loading: Loading) -> Items:
+def items_of_path(path: Path, loading: LoadOptions) -> Items:
     """Return the items of a file or folder.
 
     Args:
-        path: what `path_of` returned.
+        path: what `resolve_path` returned.
         loading: its preprocessing is for pictures, its tokenizer for texts.
 
     Raises:
@@ -68,10 +68,10 @@ def items_of_path(path: Path, loading: Loading) -> Items:
         return HuggingFaceItems(path, loading)
     if is_folder(path) or suffix in images.SUFFIXES:
         return images.ImageItems(path, loading.preprocess)
-    if suffix in npy_files.SUFFIXES:
-        return array_items(npy_files.open_arrays(path), str(path))
-    tokenize = tokenizer_of(loading.tokenize, path.name)
-    texts: Texts = ParquetTexts(path) if suffix == ".parquet" else Lines(path)
+    if suffix in array_files.SUFFIXES:
+        return array_items(array_files.open_arrays(path), str(path))
+    tokenize = as_tokenizer(loading.tokenize, path.name)
+    texts: Texts = ParquetTexts(path) if suffix == ".parquet" else FileLines(path)
     if not len(texts):
         raise InputError(f"{path} must have at least one text, got none.\nWrite one text a line.")
     return TextItems(texts, tokenize)

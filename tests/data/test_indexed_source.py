@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 import hookline as hl
-from hookline.data.loading import RawBatch
+from hookline.data.indexed_source import RawBatch
 from source_checks import Counting, Random, Squares, alike, run, said, source_of
 
 

@@ -18,26 +18,26 @@ from torch.utils.data import (
 )
 
 from hookline.data.arrays import array_items, is_array
-from hookline.data.batches import DataSource, Loading, OnError
+from hookline.data.data_source import DataSource, LoadOptions, OnError
+from hookline.data.dataset_items import DatasetItems
 from hookline.data.huggingface import HuggingFaceItems, is_huggingface
-from hookline.data.loading import IndexedSource, Items
-from hookline.data.paths import items_of_path, path_of
-from hookline.data.streams import IterableSource
-from hookline.data.texts import tokenizer_of
-from hookline.data.torch_datasets import DatasetItems
+from hookline.data.indexed_source import IndexedSource, Items
+from hookline.data.iterable_source import IterableSource
+from hookline.data.path_items import items_of_path, resolve_path
+from hookline.data.texts import as_tokenizer
 from hookline.errors import InputError, check_one_of, check_positive_int
 
 _BATCH_SIZE = 32
-# The options of a user's own DataLoader that are kept, beyond those of `Loading`.
+# The options of a user's own DataLoader that are kept, beyond those of `LoadOptions`.
 _OF_WORKERS = ("worker_init_fn", "timeout", "multiprocessing_context", "prefetch_factor")
 _PATH_FIX = "Check the path; texts of your own are given as a list: ['first', 'second']."
 
 
-def source_of(data: Any, loading: Loading) -> DataSource:
+def make_source(data: Any, loading: LoadOptions) -> DataSource:
     """Return data of any kind as batches by number.
 
         >>> import torch
-        >>> source = source_of(torch.arange(10), Loading(batch_size=4))
+        >>> source = make_source(torch.arange(10), LoadOptions(batch_size=4))
         >>> [batch.items for batch in source.batches([2, 0])]
         [[8, 9], [0, 1, 2, 3]]
 
@@ -65,34 +65,34 @@ def source_of(data: Any, loading: Loading) -> DataSource:
     """
     _check_options(loading)
     if loading.tokenize is not None:
-        loading = loading._replace(tokenize=tokenizer_of(loading.tokenize))
+        loading = loading._replace(tokenize=as_tokenizer(loading.tokenize))
     if isinstance(data, DataLoader):
-        return _of_loader(data, loading)
+        return _loader_source(data, loading)
     if isinstance(data, IterableDataset):
         # Its own generator: the default one would draw from the user's.
         loader = DataLoader(data, loading.batch_size or _BATCH_SIZE, generator=torch.Generator())
-        return _of_iterable(loader, loading._replace(batch_size=None))
+        return _iterable_source(loader, loading._replace(batch_size=None))
     if isinstance(data, str | os.PathLike):
-        return _indexed(items_of_path(path_of(data, "data", _PATH_FIX), loading), loading)
+        return _indexed(items_of_path(resolve_path(data, "data", _PATH_FIX), loading), loading)
     if is_huggingface(data):
         return _indexed(HuggingFaceItems(data, loading), loading)
     if loading.tokenize is not None and _is_column_of_texts(data):
         data = np.asarray(data).tolist()
     if is_array(data) or isinstance(data, tuple | Mapping):
         return _indexed(array_items(data), loading)
-    if not _is_misplaced(data):
+    if not _is_unsupported(data):
         if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             return _indexed(DatasetItems(data, default_collate, loading.tokenize), loading)
         if isinstance(data, Iterable):
-            return _of_iterable(data, loading)
+            return _iterable_source(data, loading)
     raise InputError(
         "data must be a Dataset, a DataLoader, an iterable of batches, an array, a dict or tuple of"
-        f" arrays, or a path, got {_in_words(data)}."
+        f" arrays, or a path, got {_kind_in_words(data)}."
         f"\n{_remedy(data)}"
     )
 
 
-def _check_options(loading: Loading) -> None:
+def _check_options(loading: LoadOptions) -> None:
     size: Any = loading.batch_size
     if size is not None:
         check_positive_int("batch_size", size, "Give batch_size=32.")
@@ -106,7 +106,7 @@ def _check_options(loading: Loading) -> None:
 
 
 def _indexed(
-    items: Items, loading: Loading, options: Mapping[str, Any] | None = None
+    items: Items, loading: LoadOptions, options: Mapping[str, Any] | None = None
 ) -> DataSource:
     if not len(items):
         raise InputError(
@@ -117,7 +117,7 @@ def _indexed(
     return IndexedSource(items, loading, options)
 
 
-def _of_iterable(data: Iterable[Any], loading: Loading) -> DataSource:
+def _iterable_source(data: Iterable[Any], loading: LoadOptions) -> DataSource:
     kind = type(data).__name__
     if loading.batch_size is not None:
         raise InputError(
@@ -132,7 +132,7 @@ def _of_iterable(data: Iterable[Any], loading: Loading) -> DataSource:
     return IterableSource(data, loading.tokenize)
 
 
-def _of_loader(loader: DataLoader[Any], loading: Loading) -> DataSource:
+def _loader_source(loader: DataLoader[Any], loading: LoadOptions) -> DataSource:
     """Return the source of a DataLoader: its data set, with its options.
 
     Raises:
@@ -147,7 +147,7 @@ def _of_loader(loader: DataLoader[Any], loading: Loading) -> DataSource:
     is_indexed = not isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None
     # A subclass may change the batches on their way, such as by moving them to a device.
     if not is_indexed or type(loader).__iter__ is not DataLoader.__iter__:
-        return _of_iterable(loader, loading._replace(batch_size=None))
+        return _iterable_source(loader, loading._replace(batch_size=None))
     options = {name: getattr(loader, name) for name in _OF_WORKERS}
     loading = loading._replace(
         batch_size=loader.batch_size,
@@ -188,7 +188,7 @@ def _is_column_of_texts(data: Any) -> bool:
     return kind in ("O", "T", "U") and len(data.shape) == 1
 
 
-def _is_misplaced(data: Any) -> bool:
+def _is_unsupported(data: Any) -> bool:
     """Return whether a value is none of data, though it has a length or gives values."""
     kinds = (type, nn.Module, bytes, bytearray, set, frozenset)
     no_length = isinstance(data, Dataset) and not hasattr(data, "__len__")
@@ -201,7 +201,7 @@ def _is_of_ray(data: Any) -> bool:
     return type(data).__module__.startswith("ray.data") and hasattr(data, "iter_rows")
 
 
-def _in_words(data: Any) -> str:
+def _kind_in_words(data: Any) -> str:
     if _is_of_ray(data):
         return "a ray.data.Dataset"
     return f"the class {data.__name__}" if isinstance(data, type) else type(data).__name__

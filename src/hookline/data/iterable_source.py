@@ -11,10 +11,10 @@ from typing import Any, final
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from hookline.data.batches import NumberedBatch
-from hookline.data.loading import Failure, Refusal, begun
+from hookline.data.data_source import NumberedBatch
+from hookline.data.indexed_source import DataSetError, Failure, start_iterator
 from hookline.data.seeding import seeded
-from hookline.data.texts import text_in
+from hookline.data.texts import text_or_data
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import tensors
 from hookline.errors import InputError
@@ -77,16 +77,16 @@ class IterableSource:
                 raise IndexError(f"numbers of batches must increase, got {number} after {before}")
             before = number
             if number < self._next:
-                self._begin_again(number)
+                self._restart(number)
             batch = None
             while self._next <= number:
-                batch = self._load()
+                batch = self._load_next()
                 if batch is None:
                     return
             assert batch is not None
             yield batch
 
-    def _begin_again(self, number: int) -> None:
+    def _restart(self, number: int) -> None:
         if self._is_once:
             raise InputError(
                 f"data must give batch {number} again, got an iterator"
@@ -95,7 +95,7 @@ class IterableSource:
             )
         self._rest, self._next, self._n_items = None, 0, 0
 
-    def _load(self) -> NumberedBatch | None:
+    def _load_next(self) -> NumberedBatch | None:
         """Take the next batch; None at the end."""
         number, start = self._next, self._n_items
         # After an error the place in the iterable is unknown: any number is asked for again.
@@ -103,7 +103,7 @@ class IterableSource:
         try:
             # An iterator began before this call, and goes on with the user's random numbers.
             with nullcontext() if self._is_once else seeded(number):
-                data = self._take()
+                data = self._next_data()
         except StopIteration:
             self._next = number
             if number == 0:
@@ -113,7 +113,7 @@ class IterableSource:
                     "\nGive an iterable that has batches, or an iterator that was not used before."
                 ) from None
             return None
-        except Refusal:
+        except DataSetError:
             raise
         except Exception as error:
             Failure(number, error).raise_as(
@@ -121,7 +121,7 @@ class IterableSource:
                 f" {type(self._iterable).__name__}: {error}."
                 "\nGive a Dataset to leave out single items that fail: on_error='skip'."
             )
-        size = _size(data, number)
+        size = _n_items(data, number)
         if not size and not number:
             raise InputError(
                 f"the first batch must hold at least one item, got {describe.in_words(data)}."
@@ -130,22 +130,22 @@ class IterableSource:
         self._next, self._n_items = number + 1, start + size
         return NumberedBatch(number, list(range(start, start + size)), data, [])
 
-    def _take(self) -> Any:
+    def _next_data(self) -> Any:
         if self._rest is None:
-            self._rest = begun(self._iterable)
+            self._rest = start_iterator(self._iterable)
         data = next(self._rest)
         if self._tokenize is not None:
-            texts = text_in(data)
-            if isinstance(texts, list | tuple) and _is_text(texts):
+            texts = text_or_data(data)
+            if isinstance(texts, list | tuple) and _are_texts(texts):
                 return self._tokenize(list(texts))
         return data
 
 
-def _is_text(data: Sequence[Any]) -> bool:
+def _are_texts(data: Sequence[Any]) -> bool:
     return bool(data) and all(isinstance(text, str) for text in data)
 
 
-def _size(data: Any, number: int) -> int:
+def _n_items(data: Any, number: int) -> int:
     """Return the first dimension of the first tensor in a batch.
 
     Raises:

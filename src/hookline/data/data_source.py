@@ -63,7 +63,7 @@ class DataSource(Protocol):
         """
 
 
-class Loading(NamedTuple):
+class LoadOptions(NamedTuple):
     """Set how items are loaded.
 
     Args:

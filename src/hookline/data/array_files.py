@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from hookline.data.arrays import ArrayPart, ArrayRows
+from hookline.data.arrays import ArrayInFile, ArrayRows
 from hookline.errors import InputError
 from hookline.models.checkpoints import read_tensors
 from hookline.models.packages import in_short
@@ -41,9 +41,9 @@ def open_arrays(path: Path) -> Any:
     """
     suffix = path.suffix.lower()
     if suffix == ".npy":
-        with _readable(path), path.open("rb") as file:
-            return ArrayRows(_part(path, file))
-    content = _members(path) if suffix == ".npz" else read_tensors(path, InputError)
+        with _npy_errors(path), path.open("rb") as file:
+            return ArrayRows(_locate_array(path, file))
+    content = _npz_members(path) if suffix == ".npz" else read_tensors(path, InputError)
     is_lone = suffix in (".npz", ".safetensors") and len(content) == 1
     return next(iter(content.values())) if is_lone else content
 
@@ -62,20 +62,20 @@ def open_arrays_for(path: Path, model: nn.Module) -> tuple[Any, bool]:
     if next(floats, None) is not torch.float32:
         return content, False
     if isinstance(content, dict):
-        rows = {key: _single(value) for key, value in content.items()}
+        rows = {key: _float64_as_float32(value) for key, value in content.items()}
         return rows, any(rows[key] is not value for key, value in content.items())
-    single = _single(content)
+    single = _float64_as_float32(content)
     return single, single is not content
 
 
-def _single(value: Any) -> Any:
+def _float64_as_float32(value: Any) -> Any:
     if isinstance(value, ArrayRows) and np.dtype(value.dtype).newbyteorder("=") == np.float64:
         return value.converted(torch.float32)
     return value
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _npy_errors(path: Path) -> Iterator[None]:
     """Tell what to do where a file of NumPy cannot be read.
 
     Raises:
@@ -90,25 +90,25 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _members(path: Path) -> dict[str, ArrayRows]:
-    with _readable(path), path.open("rb") as file, zipfile.ZipFile(file) as archive:
+def _npz_members(path: Path) -> dict[str, ArrayRows]:
+    with _npy_errors(path), path.open("rb") as file, zipfile.ZipFile(file) as archive:
         return {
-            info.filename.removesuffix(_ENDING): ArrayRows(_member(path, file, archive, info))
+            info.filename.removesuffix(_ENDING): ArrayRows(_npz_member(path, file, archive, info))
             for info in archive.infolist()
         }
 
 
-def _member(path: Path, file: Any, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
+def _npz_member(path: Path, file: Any, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
     if not info.filename.endswith(_ENDING):
         raise ValueError(f"a member {info.filename}")
     if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _ENCRYPTED:
-        return _part(path, file, _start(file, info))
+        return _locate_array(path, file, _member_start(file, info))
     with archive.open(info) as member:
-        _, shape, dtype = _header(member)
-    return Compressed(path, info.filename.removesuffix(_ENDING), shape, dtype)
+        _, shape, dtype = _read_npy_header(member)
+    return CompressedArray(path, info.filename.removesuffix(_ENDING), shape, dtype)
 
 
-def _start(file: Any, info: zipfile.ZipInfo) -> int:
+def _member_start(file: Any, info: zipfile.ZipInfo) -> int:
     """Find the first byte of a member: its own header may differ from the one in the directory."""
     file.seek(info.header_offset)
     head = file.read(_LOCAL_HEADER_BYTES)
@@ -116,22 +116,22 @@ def _start(file: Any, info: zipfile.ZipInfo) -> int:
     return info.header_offset + _LOCAL_HEADER_BYTES + name + extra
 
 
-def _part(path: Path, file: Any, start: int = 0) -> ArrayPart:
+def _locate_array(path: Path, file: Any, start: int = 0) -> ArrayInFile:
     """Find the bytes of an array: in a `.npy` file, or further inside another file."""
     file.seek(start)
-    is_fortran, shape, dtype = _header(file)
+    is_fortran, shape, dtype = _read_npy_header(file)
     steps = [dtype.itemsize]
     for size in shape[:-1] if is_fortran else shape[:0:-1]:
         steps.append(steps[-1] * size)
     strides = tuple(steps if is_fortran else steps[::-1])[: len(shape)]
-    part = ArrayPart(path, file.tell(), dtype.str, shape, strides)
+    part = ArrayInFile(path, file.tell(), dtype.str, shape, strides)
     n_bytes = file.seek(0, 2)
     if part.end > n_bytes:
         raise ValueError(f"{n_bytes} bytes for an array that ends at {part.end}")
     return part
 
 
-def _header(file: Any) -> tuple[bool, tuple[int, ...], np.dtype[Any]]:
+def _read_npy_header(file: Any) -> tuple[bool, tuple[int, ...], np.dtype[Any]]:
     version = np.lib.format.read_magic(file)
     read = {
         (1, 0): np.lib.format.read_array_header_1_0,
@@ -149,7 +149,7 @@ def _header(file: Any) -> tuple[bool, tuple[int, ...], np.dtype[Any]]:
 
 @final
 @dataclass(eq=False)
-class Compressed:
+class CompressedArray:
     """An array in a compressed `.npz` file. It is read whole on first use, and pickles as its name.
 
     Args:
@@ -170,6 +170,6 @@ class Compressed:
 
     def __getitem__(self, index: Any) -> Any:
         if self._array is None:
-            with _readable(self.path), np.load(self.path, allow_pickle=False) as archive:
+            with _npy_errors(self.path), np.load(self.path, allow_pickle=False) as archive:
                 self._array = archive[self.key]
         return self._array[index]

@@ -7,8 +7,8 @@ from typing import Any, final
 
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from hookline.data.loading import SingleItems
-from hookline.data.texts import text_in, text_or_skip
+from hookline.data.indexed_source import SingleItems
+from hookline.data.texts import text_or_data, text_or_skip
 
 # Data sets that hold their items: to load them draws no random numbers.
 _PLAIN = frozenset({TensorDataset, list, range})
@@ -41,7 +41,7 @@ class DatasetItems(SingleItems):
         inner = dataset
         while type(inner) is Subset:
             inner = inner.dataset
-        self.may_draw: bool = type(inner) not in _PLAIN or collate is not default_collate
+        self.may_draw_random: bool = type(inner) not in _PLAIN or collate is not default_collate
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -60,7 +60,7 @@ class DatasetItems(SingleItems):
             items = [self.dataset[index] for index in indices]
         if self._tokenize is None:
             return items
-        texts = map(text_in, items)
+        texts = map(text_or_data, items)
         return [text_or_skip(text) if isinstance(text, str | None) else text for text in texts]
 
     def collate(self, values: list[Any], indices: list[int]) -> Any:

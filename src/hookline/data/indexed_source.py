@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from hookline.data.batches import Loading, NumberedBatch
+from hookline.data.data_source import LoadOptions, NumberedBatch
 from hookline.data.seeding import seeded
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import map_tensors, tensors
@@ -23,7 +23,7 @@ from hookline.errors import InputError
 _N_TEXT = 200  # characters of an error's first line
 
 
-class Refusal(InputError):
+class DataSetError(InputError):
     """An error of the whole data set, which skipping an item would not mend."""
 
 
@@ -38,7 +38,7 @@ class Skip(NamedTuple):
 
 
 # The machine or the data set has failed, not the item: it is never skipped.
-_FATAL = (MemoryError, torch.OutOfMemoryError, Refusal)
+_FATAL = (MemoryError, torch.OutOfMemoryError, DataSetError)
 
 
 @final
@@ -125,7 +125,7 @@ class Items(Protocol):
         """Say in one sentence what to do where the items of a batch do not fit together."""
 
     @property
-    def may_draw(self) -> bool:
+    def may_draw_random(self) -> bool:
         """Tell whether code that is not hookline's loads items, and may draw random numbers."""
 
     def __len__(self) -> int: ...
@@ -151,7 +151,7 @@ class SingleItems(ABC):
     """
 
     names: list[str] | None = None
-    may_draw = True
+    may_draw_random = True
     root = ""
 
     @abstractmethod
@@ -243,7 +243,7 @@ class _Batches(Dataset[RawBatch]):
         start = number * self.batch_size
         stop = min(start + self.batch_size, self.n_items)
         try:
-            with seeded(number) if self.items.may_draw else nullcontext():
+            with seeded(number) if self.items.may_draw_random else nullcontext():
                 return self.items.load(number, range(start, stop), pinned=self.pinned)
         except InputError as error:
             if get_worker_info() is None:
@@ -284,7 +284,7 @@ class IndexedSource:
     """
 
     def __init__(
-        self, items: Items, loading: Loading, options: Mapping[str, Any] | None = None
+        self, items: Items, loading: LoadOptions, options: Mapping[str, Any] | None = None
     ) -> None:
         assert loading.batch_size is not None
         self._items = items
@@ -318,7 +318,7 @@ class IndexedSource:
         loader: DataLoader[RawBatch] = DataLoader(
             _Batches(self._items, self.n_items, self.batch_size, pins and not workers),
             batch_size=None,  # each item of the data set is a batch
-            sampler=self._in_range(numbers),
+            sampler=self._check_numbers(numbers),
             collate_fn=_as_it_is,
             num_workers=workers,
             pin_memory=pins,
@@ -327,10 +327,10 @@ class IndexedSource:
             generator=torch.Generator(),
             **options,
         )
-        for loaded in begun(loader):  # no local: a kept traceback would keep the workers
-            yield self._checked(loaded)
+        for loaded in start_iterator(loader):  # no local: a kept traceback would keep the workers
+            yield self._check_loaded(loaded)
 
-    def _in_range(self, numbers: Iterable[int]) -> Iterator[int]:
+    def _check_numbers(self, numbers: Iterable[int]) -> Iterator[int]:
         n_batches = -(-self.n_items // self.batch_size)
         for number in map(operator.index, numbers):
             if not 0 <= number < n_batches:
@@ -339,7 +339,7 @@ class IndexedSource:
                 )
             yield number
 
-    def _checked(self, loaded: RawBatch) -> NumberedBatch:
+    def _check_loaded(self, loaded: RawBatch) -> NumberedBatch:
         if loaded.refusal is not None:
             raise InputError(loaded.refusal)
         if loaded.failures and self._loading.on_error == "raise":
@@ -361,7 +361,7 @@ class IndexedSource:
         return NumberedBatch(loaded.number, loaded.items, loaded.data, sorted(skipped))
 
 
-def begun(data: Iterable[Any]) -> Iterator[Any]:
+def start_iterator(data: Iterable[Any]) -> Iterator[Any]:
     """Begin to iterate. A loader draws on the device of its generator, whatever the default one."""
     generator = getattr(data, "generator", None)
     with generator.device if isinstance(generator, torch.Generator) else nullcontext():

@@ -19,7 +19,7 @@ _ALIGNMENT = 64  # bytes, as of torch's own tensors
 
 
 @final
-class BatchMemory:
+class BufferPool:
     """Memory for batches, used again once no tensor or array refers to it.
 
     Memory that is new to the process takes two to three times as long to fill.
@@ -29,7 +29,7 @@ class BatchMemory:
         self._free: deque[NDArray[np.uint8]] = deque(maxlen=_MOST_FREE)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BatchMemory, ()  # another process has memory of its own
+        return BufferPool, ()  # another process has memory of its own
 
     @property
     def n_free(self) -> int:
