@@ -63,12 +63,12 @@ def open(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording |
     place = place_of_recording(folder)
     if isinstance(place, LocalPlace) and is_run(place.folder):
         return open_run(place.folder)
-    if _holds_a_store(place):
+    if _is_store(place):
         return open_store(place, verify=verify)
     return open_recording(place, verify=verify)
 
 
-def _holds_a_store(place: Place) -> bool:
+def _is_store(place: Place) -> bool:
     try:
         return STORE.is_format_of(place)
     except FileNotFoundError:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hookline.errors import ModelError
-from hookline.models.checkpoints import fit_state_dict, read_state_dict
+from hookline.models.checkpoints import load_state_into, read_state_dict
 
 
 class Tied(nn.Module):
@@ -47,34 +47,34 @@ def test_safetensors_are_read(tmp_path):
 def test_the_prefixes_of_wrappers_are_removed(prefix):
     source, target = nn.Linear(2, 3), nn.Linear(2, 3)
     state = {prefix + key: value for key, value in source.state_dict().items()}
-    fit_state_dict(target, state, "linear", "file.pt")
+    load_state_into(target, state, "linear", "file.pt")
     assert torch.equal(target.weight, source.weight)
 
 
 def test_the_prefix_of_a_compiled_submodule_is_removed():
     source, target = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(2, 3))
     state = {f"0._orig_mod.{key}": value for key, value in source[0].state_dict().items()}
-    fit_state_dict(target, state, "linear", "file.pt")
+    load_state_into(target, state, "linear", "file.pt")
     assert torch.equal(target[0].weight, source[0].weight)
 
 
 def test_a_submodule_that_is_called_module_keeps_its_name():
     source, target = nn.Module(), nn.Module()
     source.module, target.module = nn.Linear(2, 3), nn.Linear(2, 3)
-    fit_state_dict(target, source.state_dict(), "wrapper", "file.pt")
+    load_state_into(target, source.state_dict(), "wrapper", "file.pt")
     assert torch.equal(target.module.weight, source.module.weight)
 
 
 def test_one_key_of_a_tied_parameter_is_enough():
     model = Tied()
-    fit_state_dict(model, {"embed.weight": torch.ones(5, 3)}, "tied", "file.pt")
+    load_state_into(model, {"embed.weight": torch.ones(5, 3)}, "tied", "file.pt")
     assert torch.equal(model.head.weight, torch.ones(5, 3))
 
 
 def test_older_files_may_leave_out_what_torch_lets_them(tmp_path):
     source, target = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     state = {k: v + 1 for k, v in source.state_dict().items() if k != "num_batches_tracked"}
-    fit_state_dict(target, state, "norm", "file.pt")
+    load_state_into(target, state, "norm", "file.pt")
     assert torch.equal(target.weight, source.weight + 1)
 
 
@@ -82,7 +82,7 @@ def test_older_files_may_hold_buffers_that_are_computed_now():
     model = nn.Linear(2, 3)
     model.register_buffer("positions", torch.arange(3), persistent=False)
     state = nn.Linear(2, 3).state_dict()
-    fit_state_dict(model, state | {"positions": torch.zeros(3)}, "linear", "file.pt")
+    load_state_into(model, state | {"positions": torch.zeros(3)}, "linear", "file.pt")
     assert model.positions.tolist() == [0, 1, 2]
 
 
@@ -90,7 +90,7 @@ def test_keys_that_do_not_fit_are_named_up_to_three_of_each_kind(said):
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
     state = {"0.weight": torch.zeros(4, 2)} | {f"other.{i}": torch.zeros(1) for i in range(5)}
     with pytest.raises(ModelError) as raised:
-        fit_state_dict(model, state, "three", "file.pt")
+        load_state_into(model, state, "three", "file.pt")
     assert said(raised) == (
         "file.pt does not fit three. Of its keys: 5 missing (0.bias, 1.weight, 1.bias, ...); "
         "5 unexpected (other.0, other.1, other.2, ...); "

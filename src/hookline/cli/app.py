@@ -52,7 +52,7 @@ from hookline.display.results import terminal_width
 from hookline.display.text import plural
 from hookline.errors import InputError, ModelError
 from hookline.models import Batch, LoadedModel, load_model
-from hookline.models.demo import about
+from hookline.models.demo import training_facts
 from hookline.models.packages import RANDOM
 from hookline.verbs.check.replay_file import read as read_situation
 from hookline.verbs.shared.run_model import Inputs

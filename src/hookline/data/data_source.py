@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, Protocol
 
-from hookline.models.loaded import Preprocess
+from hookline.models.loaded_model import Preprocess
 
 OnError = Literal["raise", "skip"]
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hookline.data.named_input import load_input, picture_batch
 from hookline.data.random_batch import integers, normal
 from hookline.errors import InputError
-from hookline.models.loaded import Batch, LoadedModel, describe
+from hookline.models.loaded_model import Batch, LoadedModel, describe
 from hookline.models.packages import import_package
 
 _TEXT = "A line holds hooks together for a while."

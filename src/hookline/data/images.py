@@ -14,7 +14,7 @@ from xxhash import xxh3_128
 from hookline.data.indexed_source import DataSetError, SingleItems
 from hookline.display.text import plural
 from hookline.errors import InputError
-from hookline.models.loaded import Preprocess, describe
+from hookline.models.loaded_model import Preprocess, describe
 from hookline.models.packages import import_package, in_short
 from hookline.util.local_paths import is_folder, is_special
 

@@ -21,7 +21,7 @@ from hookline.data.texts import TextItems, as_tokenizer
 from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.models.demo import load_demo_digits
-from hookline.models.loaded import Batch, LoadedModel, describe
+from hookline.models.loaded_model import Batch, LoadedModel, describe
 from hookline.models.packages import import_package
 from hookline.util.local_paths import is_file, is_folder, is_special
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import InputError, check_one_of
-from hookline.models.loaded import Batch, LoadedModel, describe
+from hookline.models.loaded_model import Batch, LoadedModel, describe
 from hookline.util.local_paths import printable
 
 PREFIX = "random:"

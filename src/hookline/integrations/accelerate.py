@@ -42,14 +42,14 @@ def monitor(
     if to is None:
         to = [_destination(tracker) for tracker in accelerator.trackers]
     options = {"scaler": accelerator.scaler, **options}
-    mirror = _Mirror(accelerator)
+    mirror = _LogMirror(accelerator)
     line = monitor_model(model, selector, to=[to, mirror], **options)
     mirror.begin(line.curves)
     return line
 
 
 @final
-class _Mirror:
+class _LogMirror:
     """Give logged numbers to the curves, as a tracker that the monitor ends as a writer.
 
     Args:

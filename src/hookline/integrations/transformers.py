@@ -59,7 +59,7 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
                 f" every {every} steps (logging_steps), got logging_strategy={strategy!r}."
                 "\nGive every=, as in Monitor(..., every=100)."
             )
-        to, scaler = _running(args.report_to), getattr(optimizer, "scaler", None)
+        to, scaler = _running_loggers(args.report_to), getattr(optimizer, "scaler", None)
         line = self._attach(model, to, state, every=every, scaler=scaler)
         if line is not None:
             line.begin_step(state.global_step + 1)
@@ -91,7 +91,7 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
         self._detach()
 
 
-def _running(report_to: list[str]) -> list[Any]:
+def _running_loggers(report_to: list[str]) -> list[Any]:
     """Return the modules of W&B and MLflow if they are reported to and have a running run."""
     running = []
     wandb, mlflow = sys.modules.get("wandb"), sys.modules.get("mlflow")

@@ -10,13 +10,13 @@ from hookline.util.lazy_imports import lazy_getattr
 if TYPE_CHECKING:
     from hookline.models.demo import load_demo_digits as load_demo_digits
     from hookline.models.load_model import load_model as load_model
-    from hookline.models.loaded import Batch as Batch
-    from hookline.models.loaded import LoadedModel as LoadedModel
+    from hookline.models.loaded_model import Batch as Batch
+    from hookline.models.loaded_model import LoadedModel as LoadedModel
 
 # Imported on first use: the files of this package import each other.
 _MODULE_OF = {
-    "Batch": "hookline.models.loaded",
-    "LoadedModel": "hookline.models.loaded",
+    "Batch": "hookline.models.loaded_model",
+    "LoadedModel": "hookline.models.loaded_model",
     "load_demo_digits": "hookline.models.demo",
     "load_model": "hookline.models.load_model",
 }

@@ -109,10 +109,10 @@ def read_tensors(path: Path, error_type: type[HooklineError]) -> Any:
         raise error_type(_say_broken(path, in_short(error))) from error
 
 
-def fit_state_dict(model: nn.Module, state: dict[str, Any], name: str, source: str) -> None:
+def load_state_into(model: nn.Module, state: dict[str, Any], name: str, source: str) -> None:
     """Load a state dict into a model, or raise an error that lists the keys that do not fit.
 
-        >>> fit_state_dict(nn.Linear(2, 2), {"module.weight": w, "module.bias": b}, "mine", "a.pt")
+        >>> load_state_into(nn.Linear(2, 2), {"module.weight": w, "module.bias": b}, "mine", "a.pt")
 
     Args:
         model: the model, changed in place.
@@ -125,14 +125,14 @@ def fit_state_dict(model: nn.Module, state: dict[str, Any], name: str, source: s
             of each.
     """
     expected = model.state_dict(keep_vars=True)
-    bare = {_without_wrappers(key): value for key, value in state.items()}
+    bare = {_strip_wrappers(key): value for key, value in state.items()}
     # A model may have a submodule named `module`: then its keys fit with the prefix.
     if len(expected.keys() & bare.keys()) > len(expected.keys() & state.keys()):
         state = bare
     reshaped = [
         f"{key}: {_say_shape(state[key])} in the file, {_say_shape(tensor)} in the model"
         for key, tensor in expected.items()
-        if key in state and _differs(tensor, state[key])
+        if key in state and _differs_in_shape(tensor, state[key])
     ]
     missing = [key for key in expected if key not in state]
     # Non-persistent buffers, which files of older releases may still hold.
@@ -168,13 +168,13 @@ def _say_problems(problems: dict[str, list[str]]) -> str:
     )
 
 
-def _differs(expected: Any, other: Any) -> bool:
+def _differs_in_shape(expected: Any, other: Any) -> bool:
     if not isinstance(expected, Tensor) or not isinstance(other, Tensor) or is_lazy(expected):
         return False
     return expected.shape != other.shape
 
 
-def _without_wrappers(key: str) -> str:
+def _strip_wrappers(key: str) -> str:
     while key.startswith(_WRAPPERS):
         key = key.split(".", 1)[1]
     # torch.compile also wraps submodules, so its prefix may occur inside a key.

@@ -17,7 +17,7 @@ from types import ModuleType
 from torch import nn
 
 from hookline.errors import ModelError
-from hookline.models.loaded import LoadedModel
+from hookline.models.loaded_model import LoadedModel
 from hookline.models.packages import in_short
 from hookline.models.preprocessing import guess_preprocess
 from hookline.util.local_paths import is_file, names_in, printable, why_no_file
@@ -50,7 +50,7 @@ def load_file_factory(file: str, factory: str) -> LoadedModel:
         raise ModelError(f"the file {printable(path)} {why_no_file(path)}.\n{hint}")
     with _importable_from(path.resolve().parent):
         module = _run_file(path)
-        return _make(module, str(file), factory)
+        return _call_factory(module, str(file), factory)
 
 
 def load_module_factory(module_name: str, factory: str) -> LoadedModel:
@@ -81,8 +81,8 @@ def load_module_factory(module_name: str, factory: str) -> LoadedModel:
                     " path/to/file.py:FACTORY."
                 ) from error
             fix = "Mend the module, or name another one."
-            raise _failed(f"the module {module_name} cannot be imported", error, fix) from error
-        return _make(module, module_name, factory)
+            raise _failure(f"the module {module_name} cannot be imported", error, fix) from error
+        return _call_factory(module, module_name, factory)
 
 
 def _run_file(path: Path) -> ModuleType:
@@ -98,22 +98,22 @@ def _run_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise _failed(f"{path} cannot be run", error, "Mend the file.") from error
+        raise _failure(f"{path} cannot be run", error, "Mend the file.") from error
     return module
 
 
-def _make(module: ModuleType, place: str, factory: str) -> LoadedModel:
+def _call_factory(module: ModuleType, place: str, factory: str) -> LoadedModel:
     name = f"{place}:{factory}"
     product = getattr(module, factory, None)
     if product is None or not callable(product):
-        raise _no_factory(module, place, factory)
+        raise _no_factory_error(module, place, factory)
     # The name may be a model itself; a class or a function is called.
     if not isinstance(product, nn.Module):
         try:
             product = product()
         except (Exception, SystemExit) as error:
             fix = "Give a function without arguments that returns an nn.Module."
-            raise _failed(f"{name}() without arguments failed", error, fix) from error
+            raise _failure(f"{name}() without arguments failed", error, fix) from error
     if not isinstance(product, nn.Module):
         raise ModelError(
             f"{name} must return an nn.Module, got {type(product).__name__}.\n"
@@ -122,9 +122,9 @@ def _make(module: ModuleType, place: str, factory: str) -> LoadedModel:
     return LoadedModel(name, product, guess_preprocess)
 
 
-def _no_factory(module: ModuleType, place: str, factory: str) -> ModelError:
+def _no_factory_error(module: ModuleType, place: str, factory: str) -> ModelError:
     public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-    names = [k for k in public if _is_own(vars(module)[k], module)]
+    names = [k for k in public if _is_defined_in(vars(module)[k], module)]
     # A package re-exports names that its __init__ imports; a single file does not.
     if hasattr(module, "__path__"):
         names = list(dict.fromkeys([*names, *public]))
@@ -140,13 +140,13 @@ def _no_factory(module: ModuleType, place: str, factory: str) -> ModelError:
     )
 
 
-def _is_own(value: object, module: ModuleType) -> bool:
+def _is_defined_in(value: object, module: ModuleType) -> bool:
     """Return whether a module defines a value itself; a model instance always counts as its own."""
     is_model = isinstance(value, nn.Module)
     return is_model or getattr(value, "__module__", "") == module.__name__
 
 
-def _failed(event: str, error: BaseException, fix: str) -> ModelError:
+def _failure(event: str, error: BaseException, fix: str) -> ModelError:
     """Return an error that says what failed, in which file and line, and how to mend it."""
     frames = traceback.extract_tb(error.__traceback__)
     # A call that does not fit the factory's signature fails here, not in the user's file.

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hookline.errors import ModelError
-from hookline.models.from_torchvision import unknown_name
-from hookline.models.loaded import LoadedModel
+from hookline.models.from_torchvision import unknown_model_error
+from hookline.models.loaded_model import LoadedModel
 from hookline.models.packages import RANDOM, cannot_fetch, import_package, in_short, is_reachable
 from hookline.models.preprocessing import in_mode
 
@@ -39,12 +39,12 @@ def load_timm(model_name: str, *, default_weights: bool) -> LoadedModel:
     timm = import_package("timm", name)
     architecture, _, tag = model_name.partition(".")
     if not timm.is_model(architecture):
-        raise unknown_name(name, timm.list_models(), "timm.list_models()")
+        raise unknown_model_error(name, timm.list_models(), "timm.list_models()")
     tagged = timm.list_pretrained(f"{architecture}.*")
     if tag and model_name not in tagged:
-        raise unknown_name(name, tagged, f"timm.list_pretrained('{architecture}.*')")
+        raise unknown_model_error(name, tagged, f"timm.list_pretrained('{architecture}.*')")
     if default_weights:
-        _check_source(timm, model_name, name)
+        _check_weights_reachable(timm, model_name, name)
     try:
         model = timm.create_model(model_name, pretrained=default_weights)
     except Exception as error:  # errors of the hub, the network and timm have no common base
@@ -57,7 +57,7 @@ def load_timm(model_name: str, *, default_weights: bool) -> LoadedModel:
     return LoadedModel(name, model, preprocess, None, _labels(timm, model))
 
 
-def _check_source(timm: Any, model_name: str, name: str) -> None:
+def _check_weights_reachable(timm: Any, model_name: str, name: str) -> None:
     """Check that the weights are cached or reachable, before timm retries for a minute."""
     config = timm.get_pretrained_cfg(model_name)
     hub_id = getattr(config, "hf_hub_id", None)

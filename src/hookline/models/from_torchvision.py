@@ -12,7 +12,7 @@ import torch
 
 from hookline.errors import ModelError
 from hookline.models.checkpoints import read_tensors
-from hookline.models.loaded import LoadedModel, Preprocess
+from hookline.models.loaded_model import LoadedModel, Preprocess
 from hookline.models.packages import RANDOM, cannot_fetch, import_package, in_short, is_reachable
 from hookline.models.preprocessing import in_mode
 
@@ -39,7 +39,7 @@ def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
     models = import_package("torchvision", name).models
     names = models.list_models()
     if model_name not in names:
-        raise unknown_name(name, names, "torchvision.models.list_models()")
+        raise unknown_model_error(name, names, "torchvision.models.list_models()")
     weights = getattr(models.get_model_weights(model_name), "DEFAULT", None)
     if default_weights and weights is None:
         raise ModelError(
@@ -58,7 +58,7 @@ def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
     return LoadedModel(name, model, preprocess, None, tuple(labels) if labels else None)
 
 
-def unknown_name(name: str, names: list[str], listing: str) -> ModelError:
+def unknown_model_error(name: str, names: list[str], listing: str) -> ModelError:
     """Return the error for a model that a library does not have, with the closest names."""
     library, _, short = name.partition(":")
     close = difflib.get_close_matches(short, names, n=4, cutoff=0.6)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hookline.errors import InputError, ModelError
-from hookline.models.loaded import LoadedModel, Preprocess, Tokenize
+from hookline.models.loaded_model import LoadedModel, Preprocess, Tokenize
 from hookline.models.packages import RANDOM, cannot_fetch, import_package, in_short, is_reachable
 from hookline.util.local_paths import is_file, is_folder, printable
 
@@ -50,7 +50,7 @@ def load_transformers(place: str, *, default_weights: bool) -> LoadedModel:
     options: dict[str, Any] = {"trust_remote_code": False}
     if is_local:
         place = str(folder)
-        _check_folder(folder, name)
+        _check_has_config(folder, name)
         options["local_files_only"] = True
     else:
         _check_hub_name(place, name)
@@ -58,7 +58,7 @@ def load_transformers(place: str, *, default_weights: bool) -> LoadedModel:
     config = _load_config(transformers, place, name, options)
     model_class = _model_class(transformers, config)
     if default_weights:
-        _check_safetensors(folder, place, name, options)
+        _check_has_safetensors(folder, place, name, options)
     try:
         if default_weights:
             model = model_class.from_pretrained(
@@ -84,7 +84,7 @@ def load_transformers(place: str, *, default_weights: bool) -> LoadedModel:
     )
 
 
-def _check_folder(folder: Path, name: str) -> None:
+def _check_has_config(folder: Path, name: str) -> None:
     if not is_file(folder / "config.json"):
         raise ModelError(
             f"{name}: the folder has no config.json, so it holds no model of transformers.\n"
@@ -145,7 +145,7 @@ def _model_class(transformers: Any, config: Any) -> Any:
     return transformers.AutoModel
 
 
-def _check_safetensors(folder: Path, place: str, name: str, options: dict[str, Any]) -> None:
+def _check_has_safetensors(folder: Path, place: str, name: str, options: dict[str, Any]) -> None:
     if is_folder(folder):
         if any(folder.glob("*.safetensors")):
             return
@@ -172,12 +172,12 @@ def _check_safetensors(folder: Path, place: str, name: str, options: dict[str, A
 
 
 def _load_preprocess(transformers: Any, place: str, options: dict[str, Any]) -> Preprocess | None:
-    processor = _published(transformers.AutoImageProcessor, place, options)
+    processor = _load_if_published(transformers.AutoImageProcessor, place, options)
     # It pickles, for processes that load pictures.
     return None if processor is None else partial(_preprocess, processor)
 
 
-def _published(kind: Any, place: str, options: dict[str, Any]) -> Any:
+def _load_if_published(kind: Any, place: str, options: dict[str, Any]) -> Any:
     """Return what is published with a model; None without it, which transformers finds an error."""
     try:
         return kind.from_pretrained(place, **options)
@@ -194,7 +194,7 @@ def _preprocess(processor: Any, picture: Image) -> Tensor:
 def _load_tokenize(
     transformers: Any, place: str, name: str, config: Any, options: dict[str, Any]
 ) -> Tokenize | None:
-    tokenizer = _published(transformers.AutoTokenizer, place, options)
+    tokenizer = _load_if_published(transformers.AutoTokenizer, place, options)
     # If the tokenizer's files are missing, transformers may build an empty tokenizer, which would
     # turn every word into the unknown token.
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from hookline.errors import ModelError
-from hookline.models.checkpoints import fit_state_dict, read_state_dict
+from hookline.models.checkpoints import load_state_into, read_state_dict
 from hookline.models.demo import load_digits_net, preprocess_digit
 from hookline.models.from_factory import load_file_factory, load_module_factory
 from hookline.models.from_timm import load_timm
 from hookline.models.from_torchvision import load_torchvision
 from hookline.models.from_transformers import load_transformers
-from hookline.models.loaded import LoadedModel
+from hookline.models.loaded_model import LoadedModel
 from hookline.util.local_paths import is_file, printable
 
 _FORMS = (
@@ -61,7 +61,7 @@ def load_model(name: str, *, weights: str | os.PathLike[str] = "default") -> Loa
     state = None if weights in ("default", "none") else read_state_dict(weights)
     loaded = builder(default_weights=weights == "default")
     if state is not None:
-        fit_state_dict(loaded.model, state, name, os.fspath(weights))
+        load_state_into(loaded.model, state, name, os.fspath(weights))
     loaded.model.eval()
     return replace(loaded, name=name)
 
@@ -75,22 +75,22 @@ def _find_builder(name: str) -> Callable[..., LoadedModel]:
         return partial(_seeded, _load_demo, name)
     if scheme not in _SCHEMES and factory.isidentifier():
         if place.endswith(".py"):
-            return partial(_of_factory, load_file_factory, place, factory)
-        if _DOTTED.fullmatch(place) and not _misspelt(scheme):
-            return partial(_of_factory, load_module_factory, place, factory)
-    hint = _hint(name)
+            return partial(_load_factory, load_file_factory, place, factory)
+        if _DOTTED.fullmatch(place) and not _closest_schemes(scheme):
+            return partial(_load_factory, load_module_factory, place, factory)
+    hint = _suggest_correction(name)
     raise ModelError(
         f"'{printable(name)}' does not name a model{f': {hint}' if hint else '.'}\n"
         f"The forms are {_FORMS}."
     )
 
 
-def _misspelt(scheme: str) -> list[str]:
+def _closest_schemes(scheme: str) -> list[str]:
     """Return the closest known scheme, or an empty list."""
     return difflib.get_close_matches(scheme, _SCHEMES, n=1, cutoff=0.7)
 
 
-def _hint(name: str) -> str:
+def _suggest_correction(name: str) -> str:
     """Suggest a correction of a name that does not name a model; empty if none is known."""
     scheme, colon, rest = name.partition(":")
     place, _, factory = name.rpartition(":")
@@ -99,7 +99,7 @@ def _hint(name: str) -> str:
     if scheme in _SCHEMES:
         return f"{'demo:digits' if scheme == 'demo' else f'{scheme}:NAME'} was expected."
     if _DOTTED.fullmatch(place) and factory.isidentifier():
-        return f"did you mean {_misspelt(scheme)[0]}:{rest}?"
+        return f"did you mean {_closest_schemes(scheme)[0]}:{rest}?"
     if name.endswith(".py") or place.endswith(".py"):
         return f"which function makes the model? {place or name}:FACTORY"
     if is_file(Path(name) / "config.json"):
@@ -113,7 +113,7 @@ def _load_demo(name: str, *, default_weights: bool) -> LoadedModel:
     return LoadedModel(name, net, preprocess_digit, None, labels)
 
 
-def _of_factory(
+def _load_factory(
     load: Callable[..., LoadedModel], place: str, factory: str, *, default_weights: bool
 ) -> LoadedModel:
     del default_weights  # the factory itself decides the weights

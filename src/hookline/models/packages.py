@@ -57,13 +57,13 @@ def import_package(
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name not in (root, package):
-            raise error_type(_broken(root, needed_by, error)) from error
+            raise error_type(_broken_import(root, needed_by, error)) from error
         raise error_type(
             f"{needed_by} needs the package {'pillow' if root == 'PIL' else root}, which is"
-            f" not installed.\n{_install(root)}"
+            f" not installed.\n{_install_hint(root)}"
         ) from error
     except (ImportError, RuntimeError, OSError) as error:
-        raise error_type(_broken(root, needed_by, error)) from error
+        raise error_type(_broken_import(root, needed_by, error)) from error
 
 
 def in_short(error: BaseException) -> str:
@@ -118,14 +118,14 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _broken(package: str, needed_by: str, error: BaseException) -> str:
+def _broken_import(package: str, needed_by: str, error: BaseException) -> str:
     return (
         f"{needed_by} needs the package {package}, which is installed but cannot be imported:\n"
-        f"{in_short(error)}\n{_install(package, '--force-reinstall')}"
+        f"{in_short(error)}\n{_install_hint(package, '--force-reinstall')}"
     )
 
 
-def _install(package: str, options: str = "") -> str:
+def _install_hint(package: str, options: str = "") -> str:
     if package in _EXTRAS:
         return how_to_install(_EXTRAS[package], options=options)
     return f"Install it: {' '.join(['pip install', *filter(None, [options]), package])}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import InputError
-from hookline.models.loaded import Preprocess
+from hookline.models.loaded_model import Preprocess
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,14 +29,14 @@ def in_mode(transform: Preprocess, mode: str = "RGB") -> Preprocess:
         transform: a transform that takes pictures of mode `mode`.
         mode: "RGB", or "L" for models of one channel.
     """
-    return partial(_transformed, transform, mode)  # it pickles, for processes that load pictures
+    return partial(_convert_and_transform, transform, mode)  # it pickles, for worker processes
 
 
-def _transformed(transform: Preprocess, mode: str, picture: Image) -> Tensor:
-    return transform(_of_8_bits(picture).convert(mode))
+def _convert_and_transform(transform: Preprocess, mode: str, picture: Image) -> Tensor:
+    return transform(_to_8_bits(picture).convert(mode))
 
 
-def _of_8_bits(picture: Image) -> Image:
+def _to_8_bits(picture: Image) -> Image:
     """Return a grey picture of 16 bits with 8: pillow would take all from 255 on for white.
 
     Raises:
@@ -78,7 +78,7 @@ def guess_preprocess(picture: Image) -> Tensor:
     width, height = (max(256, round(side * scale)) for side in picture.size)
     left, top = (width - 224) // 2, (height - 224) // 2
     # 2 is PIL.Image.Resampling.BILINEAR, which antialiases when it shrinks a picture.
-    small = _of_8_bits(picture).convert("RGB").resize((width, height), 2)
+    small = _to_8_bits(picture).convert("RGB").resize((width, height), 2)
     pixels = np.asarray(small.crop((left, top, left + 224, top + 224)), dtype=np.float32) / 255
     normal = (pixels - _IMAGENET_MEAN) / _IMAGENET_STD
     return torch.from_numpy(np.ascontiguousarray(normal.transpose(2, 0, 1)))

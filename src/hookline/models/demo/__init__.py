@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hookline.models.demo.digits import about as about
 from hookline.models.demo.digits import load_demo_digits as load_demo_digits
 from hookline.models.demo.digits import load_digits_net as load_digits_net
 from hookline.models.demo.digits import preprocess_digit as preprocess_digit
+from hookline.models.demo.digits import training_facts as training_facts

@@ -34,10 +34,10 @@ def load_demo_digits() -> tuple[Tensor, Tensor]:
     return samples["images"], samples["labels"]
 
 
-def about() -> dict[str, Any]:
+def training_facts() -> dict[str, Any]:
     """Read the facts about the training of the demo's model.
 
-        >>> about()["n_test"]
+        >>> training_facts()["n_test"]
         450
 
     Returns:

@@ -116,10 +116,10 @@ def pick_samples(x_test: Tensor, y_test: Tensor) -> dict[str, Tensor]:
     return {"images": x_test[rows].contiguous(), "labels": y_test[rows].contiguous()}
 
 
-def write(folder: Path, *, n_epochs: int = N_EPOCHS) -> dict[str, object]:
+def train_and_write(folder: Path, *, n_epochs: int = N_EPOCHS) -> dict[str, object]:
     """Train, measure, and write `digits.safetensors`, `samples.safetensors` and `about.json`.
 
-    >>> write(Path("demo"))["accuracy"]
+    >>> train_and_write(Path("demo"))["accuracy"]
     0.99...
 
     Args:
@@ -162,7 +162,7 @@ def main(arguments: list[str], *, n_epochs: int = N_EPOCHS) -> None:
         n_epochs: the number of epochs.
     """
     folder = Path(arguments[0]) if arguments else Path(__file__).parent
-    about = write(folder, n_epochs=n_epochs)
+    about = train_and_write(folder, n_epochs=n_epochs)
     print(
         f"accuracy {100 * float(str(about['accuracy'])):.1f}% on {about['n_test']} test pictures; "
         f"files written to {folder}"

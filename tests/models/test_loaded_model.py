@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hookline.models import Batch
-from hookline.models.loaded import LoadedModel, describe
+from hookline.models.loaded_model import LoadedModel, describe
 
 
 @pytest.mark.parametrize(
