@@ -111,8 +111,8 @@ def test_a_damaged_shard_is_named_and_the_others_are_read(folder, damage):
 
 def test_a_file_is_verified_once_until_it_changes(folder, monkeypatch):
     checked = []
-    check = shards_module.check_sum
-    monkeypatch.setattr(shards_module, "check_sum", lambda s, d: checked.append(s) or check(s, d))
+    check = shards_module.verify_sum
+    monkeypatch.setattr(shards_module, "verify_sum", lambda s, d: checked.append(s) or check(s, d))
     store = hl.open(folder)
     for _ in range(3):
         assert torch.equal(store["a"][:8], VALUES[:8])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hookline.data.named_input import load_input, picture_batch
-from hookline.data.random_batch import integers, normal
+from hookline.data.random_batch import seeded_integers, seeded_normal
 from hookline.errors import InputError
 from hookline.models.loaded_model import Batch, LoadedModel, describe
 from hookline.models.packages import import_package
@@ -60,11 +60,11 @@ def _guess_by_first_layer(loaded: LoadedModel) -> Batch | None:
 
 def _random_input_for(module: nn.Module) -> Tensor | None:
     if isinstance(module, nn.Embedding):
-        return integers((1, _N_TOKENS), module.num_embeddings)
+        return seeded_integers((1, _N_TOKENS), module.num_embeddings)
     if isinstance(module, nn.Linear):
-        return normal((1, module.in_features))
+        return seeded_normal((1, module.in_features))
     for kind, n_sides in _CONVOLUTIONS.items():
         if type(module) is kind:
             side = _SIDE if n_sides < 3 else _SIDE // 4
-            return normal((1, module.in_channels, *[side] * n_sides))
+            return seeded_normal((1, module.in_channels, *[side] * n_sides))
     return None

@@ -103,11 +103,11 @@ class RawBatch:
     def pin_memory(self) -> RawBatch:
         """Put the tensors in page-locked memory. DataLoader calls this in a thread."""
         # torch's own pinning would turn a tuple, which is the model's arguments, into a list.
-        self.data = map_tensors(_pinned, self.data)
+        self.data = map_tensors(_pin_if_dense, self.data)
         return self
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def _pin_if_dense(tensor: Tensor) -> Tensor:
     """Return a dense CPU tensor in page-locked memory; torch can pin no other one."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested
     return tensor.pin_memory() if is_dense and tensor.device.type == "cpu" else tensor
@@ -174,7 +174,7 @@ class SingleItems(ABC):
         except _FATAL:
             raise
         except Exception:
-            pairs = self._each_alone(batch, indices, self._read_alone)
+            pairs = self._try_each_alone(batch, indices, self._read_alone)
         for index, item in pairs:
             if isinstance(item, Skip):
                 batch.skipped.append((index, item.reason))
@@ -198,7 +198,7 @@ class SingleItems(ABC):
         except Exception as error:
             problem = Failure(batch.items[0], error, self.root)
             by_index = dict(zip(batch.items, values, strict=True))
-            good = self._each_alone(
+            good = self._try_each_alone(
                 batch, batch.items, lambda index: self.collate([by_index[index]], [index])
             )
             batch.items = [index for index, _ in good]
@@ -207,7 +207,7 @@ class SingleItems(ABC):
             elif good:
                 self._collate(batch, [by_index[index] for index in batch.items])
 
-    def _each_alone(
+    def _try_each_alone(
         self, batch: RawBatch, indices: Iterable[int], work: Callable[[int], Any]
     ) -> list[tuple[int, Any]]:
         """Return what the work makes of each item, without the items for which it fails."""

@@ -59,19 +59,19 @@ def make_random(spec: str, loaded: LoadedModel) -> Batch:
         )
     dtype = getattr(torch, name)
     if dtype.is_floating_point:
-        tensor = normal(shape).to(dtype)
+        tensor = seeded_normal(shape).to(dtype)
     else:
         high = 2 if dtype is torch.bool else min(_N_TOKENS, _vocabulary_size(loaded.model))
-        tensor = integers(shape, high).to(dtype)
+        tensor = seeded_integers(shape, high).to(dtype)
     return Batch((tensor,), {}, f"random, {describe(tensor)}")
 
 
-def normal(shape: Sequence[int]) -> Tensor:
+def seeded_normal(shape: Sequence[int]) -> Tensor:
     """Draw floats from the normal distribution, from a fixed seed."""
     return torch.randn(shape, generator=_seeded_generator(), device="cpu")
 
 
-def integers(shape: Sequence[int], high: int) -> Tensor:
+def seeded_integers(shape: Sequence[int], high: int) -> Tensor:
     """Draw integers from 0 to below `high`, from a fixed seed."""
     return torch.randint(0, high, shape, generator=_seeded_generator(), device="cpu")
 

@@ -42,7 +42,7 @@ def as_path(file: str | Path) -> Path:
         ) from None
 
 
-def write_file(path: Path, text: str) -> Path:
+def write_text_file(path: Path, text: str) -> Path:
     """Write a text file and return it; a file of this name stays as it was if that fails.
 
     Raises:

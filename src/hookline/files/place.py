@@ -178,7 +178,7 @@ class LocalPlace:
             FolderError: it cannot be written. What was there before is still there.
         """
         part = self.folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}{_PART}"
-        self._check_lock()
+        self._check_still_locked()
         try:
             try:
                 self.create(part.name, chunks)
@@ -205,7 +205,7 @@ class LocalPlace:
         (self.folder / name).replace(self.folder / to)
         sync(self.folder)
 
-    def _check_lock(self) -> None:
+    def _check_still_locked(self) -> None:
         """Check that the folder, if it is locked, is still the one that was locked."""
         if self._lock is None or self._lock.is_in_place():
             return

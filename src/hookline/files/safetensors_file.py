@@ -117,7 +117,7 @@ class TensorFile:
         if self._start > file.size:
             raise ValueError(f"{file.name} must be as long as its header says")
         head = file.read_range(0, self._start)
-        self._check(head, sums[0])
+        self._check_sum(head, sums[0])
         self._head: dict[str, Any] = json.loads(bytes(head[8:]))
         self._tensors: dict[str, tuple[Tensor, int]] = {}
         self.verified: set[str] = set()
@@ -132,7 +132,7 @@ class TensorFile:
         entry = self._tensors.get(name)
         if entry is None:
             dtype, shape, _, _ = self._entry(name)
-            tensor = _tensor_of(self.verify(name), dtype, shape)
+            tensor = _tensor_of(self.read_verified(name), dtype, shape)
             # setdefault: if another thread has read it too, both get the same tensor.
             entry = self._tensors.setdefault(name, (tensor, tensor._version))
         tensor, version = entry
@@ -145,7 +145,7 @@ class TensorFile:
         dtype, shape, _, _ = self._entry(name)
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def verify(self, name: str) -> Any:
+    def read_verified(self, name: str) -> Any:
         """Compare a tensor's bytes with their checksum, once per file, and return the bytes.
 
         Raises:
@@ -154,11 +154,11 @@ class TensorFile:
         _, _, start, stop = self._entry(name)
         data = self.file.read_range(start, stop)
         if name not in self.verified or self.file.state is None:
-            self._check(data, self._sums[1 + int(name)])
+            self._check_sum(data, self._sums[1 + int(name)])
             self.verified.add(name)
         return data
 
-    def _check(self, data: Any, expected: str) -> None:
+    def _check_sum(self, data: Any, expected: str) -> None:
         actual = checksum(data)
         if actual != expected:
             raise ValueError(

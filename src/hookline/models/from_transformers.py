@@ -177,10 +177,10 @@ def _load_preprocess(transformers: Any, place: str, options: dict[str, Any]) -> 
     return None if processor is None else partial(_preprocess, processor)
 
 
-def _load_if_published(kind: Any, place: str, options: dict[str, Any]) -> Any:
+def _load_if_published(auto_class: Any, place: str, options: dict[str, Any]) -> Any:
     """Return what is published with a model; None without it, which transformers finds an error."""
     try:
-        return kind.from_pretrained(place, **options)
+        return auto_class.from_pretrained(place, **options)
     except (OSError, ValueError, KeyError, ImportError):
         return None
 

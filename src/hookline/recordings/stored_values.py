@@ -57,7 +57,7 @@ class TensorFiles:
     def verify(self, name: str) -> Tensor:
         """Compare a tensor's bytes with their checksum, then return its meta tensor."""
         file, key = self._locate(name)
-        file.verify(key)
+        file.read_verified(key)
         return file.meta_tensor(key)
 
     def release(self) -> None:

@@ -161,7 +161,7 @@ def _rows_and_kind(
         rows = _token_rows(tensor, tokens, may_be_flat=may_be_flat)
         if rows is not None:
             if old_form is None:
-                _check_one_side(name, tensor, tokens)
+                _check_encoder_or_decoder(name, tensor, tokens)
             return rows, "token"
     if tensor.ndim > 0 and len(tensor) == n_items:
         return tensor, "item"
@@ -193,7 +193,7 @@ def _check_token_dimension(name: str, tensor: Tensor, tokens: Tokens) -> None:
     )
 
 
-def _check_one_side(name: str, tensor: Tensor, tokens: Tokens) -> None:
+def _check_encoder_or_decoder(name: str, tensor: Tensor, tokens: Tokens) -> None:
     """Refuse a value whose rows may be the tokens of an encoder or those of its decoder."""
     if tokens.rival is None:
         return

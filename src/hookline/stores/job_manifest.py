@@ -232,19 +232,19 @@ def _processor() -> str:
 def write_manifest(
     place: Place,
     job: Mapping[str, Any],
-    made_on: Mapping[str, Any],
+    origin: Mapping[str, Any],
     shards: Sequence[Shard] | None = None,
 ) -> None:
     """Write a store's manifest, durably; an older one is replaced.
 
-    `job` is `Job.as_json`, and `made_on` is `origin_here`. `shards` has all shards, in order; None
+    `job` is `Job.as_json`, and `origin` is `origin_here`. `shards` has all shards, in order; None
     for a store that is not finished.
 
     Raises:
         FolderError: it cannot be written.
     """
     # Sorted: the job of a rank has come as JSON with sorted keys, that of one process has not.
-    described = json.loads(json.dumps({"environment": made_on, "job": job}, sort_keys=True))
+    described = json.loads(json.dumps({"environment": origin, "job": job}, sort_keys=True))
     body: dict[str, Any] = {**described, "shards": None}
     if shards is not None:
         # A list for each field: 10,000 shards are read in a fifth of the time of as many objects.

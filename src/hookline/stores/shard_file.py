@@ -284,7 +284,7 @@ def renumber(head: bytes, file_size: int, number: int, first_batch: int) -> tupl
     return new, decode_header(new, len(new) + file_size - len(head))
 
 
-def check_sum(span: Span, data: NDArray[np.uint8]) -> None:
+def verify_sum(span: Span, data: NDArray[np.uint8]) -> None:
     """Compare a column's bytes with their checksum."""
     actual = xxh3_128_hexdigest(data.data)
     if actual != span.sum:
@@ -346,7 +346,7 @@ def _read_shard(place: Place, name: str, *, verify: bool) -> Shard:
         raise ValueError(f"it must be as long as its header says, got {size} bytes")
     shard = decode_header(first + place.read(name, 8, end), size)
     for span in shard.spans.values() if verify else ():
-        check_sum(span, place.view(name, span.start, span.stop))
+        verify_sum(span, place.view(name, span.start, span.stop))
     return shard
 
 

@@ -28,10 +28,10 @@ from hookline.stores.shard_file import (
     Shard,
     Span,
     as_array,
-    check_sum,
     decode_header,
     name_of,
     numpy_dtype,
+    verify_sum,
 )
 from hookline.util.fork_safe_lock import fork_safe_lock
 
@@ -259,7 +259,7 @@ class Shards:
         _, verified = self._verified[shard]
         if form.name not in verified or opened.state is None:
             try:
-                check_sum(span, data)
+                verify_sum(span, data)
             except ValueError as error:
                 self._alive.pop((shard, form.name), None)  # an error's frames may keep it alive
                 raise ValueError(f"{form.name!r}: {error}") from None
@@ -400,10 +400,10 @@ class RowAddresses:
         self.of_shard: NDArray[Any] = np.full(n_shards, MISSING)
         self._arrays: list[NDArray[Any]] = []
 
-    def add(self, shard: int, array: NDArray[Any], origin: int) -> None:
+    def add(self, shard: int, array: NDArray[Any], base_address: int) -> None:
         """Add a shard: its rows, and the address at which row 0 of the store would begin."""
         self._arrays.append(array)
-        self.of_shard[shard] = origin
+        self.of_shard[shard] = base_address
 
 
 class _ProcessMemory:

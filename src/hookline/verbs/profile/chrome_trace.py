@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.engine import path_text
-from hookline.files.atomic_text import write_file
+from hookline.files.atomic_text import write_text_file
 from hookline.verbs.profile.call_tree import BACKWARD, PHASES, Context
 from hookline.verbs.profile.thread_account import Lane
 
@@ -38,7 +38,7 @@ def write_trace(path: Path, lanes: list[Lane], model_type: str) -> Path:
         "displayTimeUnit": "ms",
         "otherData": {"model": model_type, "events that were not kept": n_lost},
     }
-    return write_file(path, json.dumps(data))
+    return write_text_file(path, json.dumps(data))
 
 
 def _metadata(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
