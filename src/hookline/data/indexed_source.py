@@ -146,7 +146,7 @@ class SingleItems(ABC):
 
     Attributes:
         names: the file name of each item, or None.
-        may_draw: whether code that is not hookline's loads items.
+        may_draw_random: whether code that is not hookline's loads items.
         root: the folder of the data, cut out of the texts of errors.
     """
 

@@ -16,7 +16,7 @@ class Stopwatch(threading.local):
         >>> seconds = iter([10.0, 14.0, 15.0])
         >>> stopwatch = Stopwatch(lambda: next(seconds))
         >>> stopped = stopwatch.read()
-        >>> stopwatch.go_on(stopped)  # four seconds later
+        >>> stopwatch.resume_from(stopped)  # four seconds later
         >>> stopwatch.read() - stopped
         1.0
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.engine import Site
-from hookline.util import locks
+from hookline.util import fork_safe_lock
 from hookline.verbs.monitor import training_steps
 from hookline.verbs.monitor.slots import Slots
 from hookline.verbs.monitor.training_steps import OptimizerPairs

@@ -334,7 +334,7 @@ class _CamRunner:
     # -- masks -----------------------------------------------------------------------------------
 
     def _scores_of_masks(self, forward: _Forward, batch_size: int) -> list[Tensor]:
-        positive_integer("batch_size", batch_size, "Give batch_size=64.")
+        check_positive_int("batch_size", batch_size, "Give batch_size=64.")
         assert forward.goal is not None
         scores = []
         for activations in forward.activations:

@@ -16,7 +16,7 @@ from hookline.display.text import listed, plural
 from hookline.errors import InputError
 from hookline.findings import Finding
 from hookline.stores import Column, Store
-from hookline.stores.job import LOOP
+from hookline.stores.job_manifest import LOOP
 from hookline.verbs.compare.read_sides import Side
 
 _MOST_SHOWN = 3

@@ -68,9 +68,9 @@ def write_shards(
     on_written: Callable[[Shard], None],
 ) -> None:
     """Make shards in this thread, and write them in another one."""
-    with Writer(place, on_written, job=job.digest) as writer:
+    with ShardWriter(place, on_written, job=job.digest) as writer:
         for number, chunks in run_shards(worker, job, numbers):
-            writer.put(number, chunks, worker.offload.ready())
+            writer.put(number, chunks, worker.offload.waiter())
 
 
 def read_foreign_shard(place: Place, number: int, job: str) -> Shard:

@@ -16,7 +16,7 @@ from hookline.engine import Selector, require_model, sharding_kind, unwrap_ddp
 from hookline.errors import FolderError, HooklineError, InputError, one_of
 from hookline.files.place import Place, place_of
 from hookline.stores import Store, open_store
-from hookline.stores.job import is_finished
+from hookline.stores.job_manifest import is_finished
 from hookline.verbs.extract.call_hint import explain_list_error
 from hookline.verbs.extract.collective_steps import Ranks
 from hookline.verbs.extract.engines import Engine, InProcess

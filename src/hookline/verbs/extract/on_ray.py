@@ -303,11 +303,11 @@ def _check_model(worker: Worker, job: Job) -> None:
     if job.first_batch is None:
         return
     values = worker.summary(worker.run_first())
-    differences = difference(job.first_batch, values, is_same_place=False).far
+    differences = compare_summaries(job.first_batch, values, is_same_setup=False).far
     if not differences:
         return
     again = worker.summary(worker.rerun_first())
-    if not difference(values, again, is_same_place=True).far:
+    if not compare_summaries(values, again, is_same_setup=True).far:
         raise RanksError(
             "the model must give the same values in an actor of Ray as in this process, got"
             f" {differences[0]}.\nPut changes into the model itself: actors get a copy of it,"

@@ -66,7 +66,7 @@ class Setup:
             in_eval_mode(prefix.modules) if is_eval else nullcontext(),
         ):
             prefix.state = state
-            mask = Mask(options.get("mask", DEFAULT_MASK), "mask" in options)
+            mask = MaskOption(options.get("mask", DEFAULT_MASK), "mask" in options)
             gather = partial(_gather_whole, keep, dtype) if is_split else None
             worker = Worker(prefix, self.source, options.get("inputs"), mask, gather)
             yield worker

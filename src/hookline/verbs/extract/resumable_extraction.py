@@ -293,7 +293,7 @@ class Extraction:
 
         _in_threads(read, missing)
         shards = [self._shards[number] for number in range(n_shards)]
-        write_manifest(self._place, self._job.as_json(), made_here(), shards)
+        write_manifest(self._place, self._job.as_json(), origin_here(), shards)
         _warn_of_nan_and_skipped(shards)
 
     def _check_resumable(self, manifest: Mapping[str, Any], *, resume: bool) -> None:

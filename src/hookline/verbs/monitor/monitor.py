@@ -43,7 +43,7 @@ from hookline.verbs.shared.finalizing_line import FinalizingLine
 
 
 @final
-@hides("begin_step", "end_step", "set_in_training")
+@hide_from_dir("begin_step", "end_step", "set_in_training")
 class MonitorLine(FinalizingLine[EverywhereHooks]):
     """A line that monitors: `with` gives the curves, and `remove()` ends the line.
 

@@ -44,7 +44,7 @@ class Reporting:
             folder.identify(identified)
         self.reports: Reports = Reports(identified)
         self._writers = [_GuardedWriter(writer) for writer in writers]
-        self._process = OwnProcess()
+        self._process = CreatingProcess()
         self._has_told = False
 
     def add(self, report: StepReport) -> None:

@@ -22,7 +22,7 @@ from hookline.errors import HooklineWarning, warn
 from hookline.statistics import Statistic
 from hookline.statistics.batched_moments import MOST_NUMEL
 from hookline.statistics.moments_statistic import MomentsStatistic, may_share_a_batch
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 # Which ranks count where numbers of ranks are merged: all, as each sees values of its own; the
 # first, as each holds a copy; of a tensor that is spread over ranks this rank ("mine"), or another

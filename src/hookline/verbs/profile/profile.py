@@ -318,7 +318,7 @@ class Profile(FinalizingLine[Line], Result):
             FolderError: the file cannot be written.
         """
         self._read_clocks()
-        return write_trace(path_of(path), self._ledger.lanes, self._described.model_type)
+        return write_trace(as_path(path), self._ledger.lanes, self._described.model_type)
 
     def calls(self) -> list[dict[str, Any]]:
         """Return the calls of all passes as nested plain values, for a flame graph."""

@@ -10,8 +10,8 @@ from typing import Any, final
 from hookline.curves import StepReport
 from hookline.display.text import first_line
 from hookline.errors import AttachError, FolderError
-from hookline.util.optional import how_to_install
-from hookline.util.own_process import OwnProcess
+from hookline.util.creating_process import CreatingProcess
+from hookline.util.optional_imports import how_to_install
 from hookline.verbs.monitor.sinks.files import make_parent_folder
 
 _GROUP_ROWS = 2**16
