@@ -10,7 +10,7 @@ from typing import final
 class CreatingProcess:
     """The process in which it was made. A forked child inherits it, and is another process.
 
-    >>> CreatingProcess().is_here
+    >>> CreatingProcess().is_current
     True
     """
 
