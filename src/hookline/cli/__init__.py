@@ -12,7 +12,7 @@ from hookline.util.optional_imports import how_to_install, require
 
 def main() -> None:
     """Run the command `hookline`, the entry point that pip installs."""
-    load("typer", "hookline: the command line needs typer", how_to_install("cli"), SystemExit)
+    require("typer", "hookline: the command line needs typer", how_to_install("cli"), SystemExit)
     with _exit_at_ctrl_c():
         from hookline.cli.app import app
         from hookline.cli.standard_streams import exit_on_stream_errors

@@ -119,7 +119,7 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
     with exit_on_errors():
         loaded, batch = _load_with_input("demo:digits", "demo", "default")
         inspection = inspect(loaded, batch, None, out_folder)
-        facts = about()
+        facts = training_facts()
     print_result(inspection.summary)
     out.print(
         f"\nA small convolutional network, trained on scikit-learn's digits"

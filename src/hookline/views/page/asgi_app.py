@@ -28,7 +28,7 @@ from typing import Any, final
 from hookline.display.text import plural, type_and_line
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
-from hookline.util.optional import how_to_install, load
+from hookline.util.optional_imports import how_to_install, require
 from hookline.views.page.check_finding_data import check_finding_data, title_of
 from hookline.views.page.page_state import PageState, page_data, template_variables
 from hookline.views.page.page_templates import load_template, script_hashes
@@ -74,7 +74,7 @@ class PageHandlers:
     """
 
     def __init__(self, recordings: OpenRecordings) -> None:
-        load("PIL.Image", *PAGE_NEEDS)
+        require("PIL.Image", *PAGE_NEEDS)
         self._recordings = recordings
         self._templates = {
             kind: load_template(kind)

@@ -14,7 +14,7 @@ from hookline.display.text import escape_invisible
 from hookline.errors import HooklineError
 from hookline.recordings.feature_maps import Grid, Size, find_grid, gradcam
 from hookline.statistics.value_statistics import main_tensor
-from hookline.util.optional import load
+from hookline.util.optional_imports import require
 from hookline.views.page.encode_maps import Limits, quantise
 from hookline.views.page.token_norms import round_finite
 from hookline.views.page.value_entries import EntryAt, ValueEntry, gradient_of, read_tensor
@@ -66,7 +66,7 @@ class Images(NamedTuple):
         low, high = float(small.min()), float(small.max())
         shades = ((small - low) / ((high - low) or 1.0) * 255).round().to(torch.uint8)
         array = shades.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
-        return png_data_url(load("PIL.Image", *PAGE_NEEDS).fromarray(array))
+        return png_data_url(require("PIL.Image", *PAGE_NEEDS).fromarray(array))
 
 
 def find_images(entries: Sequence[ValueEntry], pass_number: int) -> Images | None:

@@ -15,7 +15,7 @@ import threading
 from typing import Any, final
 
 from hookline.errors import InputError
-from hookline.util.optional import load
+from hookline.util.optional_imports import require
 from hookline.views.page.asgi_app import SERVER_NEEDS, make_app
 from hookline.views.page.request_guard import Rules, is_loopback
 from hookline.views.page.served_folders import OpenRecordings

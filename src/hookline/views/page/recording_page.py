@@ -125,7 +125,7 @@ def write_contents_page(
         FolderError, HooklineError: as of `write_recording_page`.
     """
     # Both are loaded first, so that a missing package fails before any work.
-    template, _ = load_template("recording"), load("PIL.Image", *PAGE_NEEDS)
+    template, _ = load_template("recording"), require("PIL.Image", *PAGE_NEEDS)
     listed = contents.values()
     pictures = _MapsInFile(listed, len(contents.recording.passes))
     entries = [measure_entry(entry, pictures.keep_maps) for entry in listed]

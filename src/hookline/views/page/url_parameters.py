@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from urllib.parse import parse_qsl, quote_plus
 
 from hookline.display.text import plural
-from hookline.errors import InputError, one_of
+from hookline.errors import InputError, check_one_of
 from hookline.views.page.value_entries import Place
 from hookline.views.page.what_to_draw import FORMS, ORDERS, Choice
 
@@ -50,7 +50,7 @@ def parse_choice(parameters: dict[str, str]) -> Choice:
     order = parameters.get("order", ORDERS[0])
     check_one_of("order", order[:20], ORDERS, f"Write order={ORDERS[0]}.")
     form = parameters.get("form", FORMS[0])
-    one_of("form", form[:20], FORMS, f"Write form={FORMS[0]}.")
+    check_one_of("form", form[:20], FORMS, f"Write form={FORMS[0]}.")
     sample, first, part = (parse_int(parameters, name) or 0 for name in ("sample", "first", "part"))
     return Choice(sample, order, first, parameters.get("leaf") or part, form)
 
