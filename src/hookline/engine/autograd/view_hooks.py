@@ -29,7 +29,7 @@ from hookline.engine.torch_private.autograd import (
 )
 from hookline.engine.torch_private.hooks import tensor_hooks
 from hookline.engine.torch_private.modes import is_legacy_batched
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 Hook = Callable[[Tensor], Any]
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from hookline.engine.torch_private.dynamo import is_compile_disabled
 from hookline.engine.torch_private.hooks import own_hook_mask
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.util.weak_map import WeakIdentityMap
 
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from hookline.engine.function_names import argument_names, functions, name_of
 from hookline.engine.operations.own_calls import OwnCalls
 from hookline.engine.torch_private.graph.function_modes import calling_module, pop_if_innermost
-from hookline.util.frames import outward
+from hookline.util.walk_stack import walk_stack
 
 _TORCH = str(Path(inspect.getfile(nn)).parent.parent)
 

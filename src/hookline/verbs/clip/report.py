@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hookline.display.results import Heading, Printout, Result
 from hookline.engine import Report, has_numbers, header_facts, innermost
-from hookline.util.locks import fork_safe_lock
+from hookline.util.fork_safe_lock import fork_safe_lock
 
 # Held while counts change: gradients may come from several threads.
 _lock = fork_safe_lock()

@@ -10,10 +10,10 @@ from typing import Any, Literal, Unpack
 
 from torch import nn
 
-from hookline.data.batches import Loading
-from hookline.data.sources import source_of
+from hookline.data.data_source import LoadOptions
+from hookline.data.make_source import make_source
 from hookline.engine import Selector, require_model, sharding_kind, unwrap_ddp
-from hookline.errors import FolderError, HooklineError, InputError, one_of
+from hookline.errors import FolderError, HooklineError, InputError, check_one_of
 from hookline.files.place import Place, place_of
 from hookline.stores import Store, open_store
 from hookline.stores.job_manifest import is_finished
@@ -171,7 +171,7 @@ def extract(
                 options.get("tokenize"),
                 pin_memory=first_parameter is not None and first_parameter.is_cuda,
             )
-            setup = Setup(unwrap_ddp(model), selector, source_of(data, loading), options)
+            setup = Setup(unwrap_ddp(model), selector, make_source(data, loading), options)
             _check_engine(engine, ranks, setup)
             # Before this process attaches to the model: actors get a copy of it without hooks.
             ray = OnRay(place, setup) if engine == "ray" else None

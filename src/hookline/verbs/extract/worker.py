@@ -111,7 +111,7 @@ class Worker:
             dtypes.add(torch.get_autocast_dtype(kind))
         self.offload.ready()()
         is_split = sharding_kind(model) == "split"
-        return summary_of(chunk.columns, Computing.of(kind, dtypes, is_split=is_split))
+        return summary_of(chunk.columns, ComputePrecision.of(kind, dtypes, is_split=is_split))
 
     def _run_to_the_end(self, batch: NumberedBatch) -> Chunk:
         with self._prefix.to_the_end():

@@ -97,7 +97,7 @@ def runs_compiled_graph(frame: FrameType | None, outermost: FrameType) -> bool:
     """
     return any(
         each.f_code.co_name == "_fn" and _is_compiled_graph(each.f_locals.get("fn"), each.f_back)
-        for each in takewhile(lambda each: each is not outermost, outward(frame))
+        for each in takewhile(lambda each: each is not outermost, walk_stack(frame))
     )
 
 
