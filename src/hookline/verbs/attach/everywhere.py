@@ -28,7 +28,7 @@ from hookline.engine import (
     Selector,
     Site,
     Tap,
-    hides,
+    hide_from_dir,
     hook_dict,
     may_have_compiled,
     retry_interrupted,

@@ -21,7 +21,7 @@ from hookline.engine import (
     Site,
     has_forward,
     has_process_group,
-    hides,
+    hide_from_dir,
     is_uncompiled_leaf,
     module_tree,
     require_model,

@@ -21,7 +21,7 @@ from hookline.engine import (
     check_ports,
     gradient_split_groups,
     has_process_group,
-    hides,
+    hide_from_dir,
     is_dtensor,
     is_flat_parameter,
     local_part,

@@ -109,7 +109,7 @@ class Worker:
         dtypes = {parameter.dtype for parameter in model.parameters()}
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
-        self.offload.ready()()
+        self.offload.waiter()()
         is_split = sharding_kind(model) == "split"
         return summary_of(chunk.columns, ComputePrecision.of(kind, dtypes, is_split=is_split))
 

@@ -18,7 +18,7 @@ from hookline.engine import (
     Selector,
     Site,
     has_process_group,
-    hides,
+    hide_from_dir,
     no_callback,
     ranks_by_fsdp1_parameter,
     require_model,
