@@ -159,7 +159,9 @@ def find_replaced_tensor(tensor: Tensor) -> ReplacedTensor | None:
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """Return the whole of a DTensor, on every rank of its mesh: a collective."""
+    """Return the whole of a DTensor, on all ranks of its mesh: a collective; others as they are."""
+    if not is_dtensor(tensor):
+        return tensor
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     # A tensor kept on another device (device="cpu") must move to a device on which its mesh
     # communicates.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookline.display.text import type_and_line
-from hookline.engine import gather_full, is_dtensor
+from hookline.engine import gather_full
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError
 from hookline.verbs.anatomy.identity_errors import error, tolerance
@@ -38,7 +38,7 @@ def refuse_plain_shards(model: nn.Module) -> None:
 def run_output(model: nn.Module, inputs: Any) -> dict[tree.Leaf, Tensor]:
     """Run a model, and return the floating tensors of its output by leaf; DTensors are gathered."""
     return {
-        leaf: (gather_full(tensor) if is_dtensor(tensor) else tensor).detach()
+        leaf: gather_full(tensor).detach()
         for leaf, tensor in tree.tensors(call(model, copied(inputs)))
         if tensor.is_floating_point() and tensor.numel()
     }

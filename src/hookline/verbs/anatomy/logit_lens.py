@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import Tensor
 
 from hookline.display.results import Heading, Printout, Result
-from hookline.engine import gather_full, is_dtensor
+from hookline.engine import gather_full
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.embeddings_and_head import Head
@@ -74,7 +74,7 @@ def apply_head(head: Head, site_by_layer: Mapping[int, str], run: Recording, n: 
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise InputError(f"n must be a number of tokens, 1 or more, got {n!r}.\nThe default is 5.")
     recorded = {layer: run.tensor(site) for layer, site in site_by_layer.items() if site in run}
-    logits = {layer: head(_gathered(stream)) for layer, stream in recorded.items()}
+    logits = {layer: head(gather_full(stream)) for layer, stream in recorded.items()}
     if not logits:
         raise NotRecordedError(
             "the run must have resid_post of some layer, got none."
@@ -84,7 +84,3 @@ def apply_head(head: Head, site_by_layer: Mapping[int, str], run: Recording, n: 
         layer: value.topk(min(n, value.shape[-1]), -1).indices for layer, value in logits.items()
     }
     return Lens(logits, tokens)
-
-
-def _gathered(stream: Tensor) -> Tensor:
-    return gather_full(stream) if is_dtensor(stream) else stream

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import gather_full, gather_stacked, is_dtensor, local_part, while_tracing
+from hookline.engine import gather_full, gather_stacked, local_part, while_tracing
 from hookline.errors import AttachError
 
 _EPSILON = 1e-6  # what clip_grad_norm_ adds to a norm before it divides by it
@@ -53,7 +53,7 @@ class Limit:
         if abs(self.norm_type) == math.inf and not wide.numel():
             return wide.new_zeros(())
         norm: Tensor = torch.linalg.vector_norm(wide, self.norm_type)
-        return gather_full(norm) if is_dtensor(norm) else norm
+        return gather_full(norm)
 
     def size_over_ranks(self, size: Tensor, groups: Iterable[Any]) -> Tensor:
         """Compute the size of a gradient from the size of this rank's part: a collective."""

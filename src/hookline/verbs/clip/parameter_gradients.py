@@ -152,10 +152,10 @@ def clip_norm(parameters: Sequence[Tensor], bound: float, norm_type: float) -> T
         mesh = parameter.grad.device_mesh if is_dtensor(parameter.grad) else None  # type: ignore[arg-type, union-attr]
         meshes.setdefault(mesh, []).append(parameter)
     if len(meshes) < 2:
-        return _plain_tensor(clip_grad_norm_(parameters, bound, norm_type))
+        return gather_full(clip_grad_norm_(parameters, bound, norm_type))
     # torch's own function refuses gradients on several meshes, or on a mesh and on none.
     norms = [
-        _plain_tensor(get_total_norm([p.grad for p in group if p.grad is not None], norm_type))
+        gather_full(get_total_norm([p.grad for p in group if p.grad is not None], norm_type))
         for group in meshes.values()
     ]
     first = norms[0].device
@@ -163,10 +163,6 @@ def clip_norm(parameters: Sequence[Tensor], bound: float, norm_type: float) -> T
     for group in meshes.values():
         clip_grads_with_norm_(group, bound, norm)
     return norm
-
-
-def _plain_tensor(norm: Tensor) -> Tensor:
-    return gather_full(norm) if is_dtensor(norm) else norm
 
 
 def check_same_sites_on_ranks(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:
