@@ -17,7 +17,7 @@ from torch import nn
 
 import hookline as hl
 from benchmarks.timing import Clock, Contender, Measure, Plan, Result, run_rounds
-from hookline.files.place import LocalPlace
+from hookline.files.folder_or_url import LocalPlace
 from hookline.stores.job_manifest import read_manifest, write_manifest
 from hookline.stores.shard_file import name_of, read_shard, renumber
 

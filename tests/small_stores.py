@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hookline.files.place import Place, place_of
+from hookline.files.folder_or_url import Place, place_of
 from hookline.files.safetensors_file import DTYPES
 from hookline.stores.job_manifest import origin_here, write_manifest
 from hookline.stores.shard_file import Chunk, encode, name_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from hookline.curves import Curves, is_run, open_run
-from hookline.files.place import LocalPlace, Place
+from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.recordings import Recording, open_recording, place_of_recording
 from hookline.stores.job_manifest import STORE
 from hookline.stores.shard_file import number_of

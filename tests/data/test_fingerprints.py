@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hookline.data import fingerprints
-from hookline.data.fingerprints import files_fingerprint, fingerprint, spread_indices
+from hookline.data.fingerprints import content_fingerprint, fingerprint, spread_indices
 from warm import run_python
 
 
@@ -60,21 +60,21 @@ def test_large_files_are_known_by_blocks_that_are_spread(tmp_path, monkeypatch, 
     content = bytes(1000)
     for path in paths:
         path.write_bytes(content)
-    before = files_fingerprint(paths)
+    before = content_fingerprint(paths)
     for path in paths:
         for changed in (b"x" + content[1:], content[:-1] + b"x", content[:-1]):
             path.write_bytes(changed)
-            assert files_fingerprint(paths) != before
+            assert content_fingerprint(paths) != before
         path.write_bytes(content)
-    assert files_fingerprint(paths) == before
+    assert content_fingerprint(paths) == before
 
 
 def test_every_byte_of_small_files_counts(tmp_path):
     content = bytearray(200_000)
     (tmp_path / "a").write_bytes(content)
-    before = files_fingerprint([tmp_path / "a"])
+    before = content_fingerprint([tmp_path / "a"])
     for place in (0, 65_535, 65_536, 123_456, 199_999):
         changed = content.copy()
         changed[place] = 1
         (tmp_path / "a").write_bytes(changed)
-        assert files_fingerprint([tmp_path / "a"]) != before
+        assert content_fingerprint([tmp_path / "a"]) != before

@@ -17,7 +17,7 @@ import torch
 import hookline as hl
 from forks import child
 from hookline.files import folder_lock as module
-from hookline.files.place import LocalPlace
+from hookline.files.folder_or_url import LocalPlace
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def another_process(folder):
     """Another process that holds the lock of a folder."""
     script = """
         import sys
-        from hookline.files.place import place_of
+        from hookline.files.folder_or_url import place_of
         with place_of(sys.argv[1]).locked():
             print("locked", flush=True)
             sys.stdin.read()
@@ -99,7 +99,7 @@ def test_a_forked_child_does_not_end_the_lock_of_its_parent(tmp_path):
 def test_a_killed_writers_children_do_not_keep_its_lock(tmp_path):
     script = """
         import os, sys
-        from hookline.files.place import place_of
+        from hookline.files.folder_or_url import place_of
         with place_of(sys.argv[1]).locked():
             if os.fork() == 0:
                 sys.stdin.read()  # until the test ends

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hookline.errors import OverwrittenError
-from hookline.files.place import LocalPlace
+from hookline.files.folder_or_url import LocalPlace
 from hookline.files.safetensors_file import DTYPES, TensorFile, encode_tensors
 from hookline.files.sealed_json import checksum
 from thoroughness import examples

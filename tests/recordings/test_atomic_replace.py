@@ -19,7 +19,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.files.folder_lock import flock
-from hookline.files.place import place_of
+from hookline.files.folder_or_url import place_of
 from hookline.files.sealed_json import MANIFEST
 from hookline.recordings import atomic_replace, folder
 from warm import run_python

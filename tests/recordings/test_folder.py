@@ -112,7 +112,7 @@ def test_views_and_shared_memory_are_saved_as_they_were_seen(tmp_path):
 
 
 def test_several_files_are_written_for_large_recordings(monkeypatch, net, image, tmp_path):
-    from hookline.files.place import LocalPlace
+    from hookline.files.folder_or_url import LocalPlace
 
     monkeypatch.setattr(LocalPlace, "most_bytes", 4000)
     with hl.record(net, copy=True) as run:
@@ -280,7 +280,7 @@ SAVE = """
 CRASHES = """
     import json, shutil, signal
     from pathlib import Path
-    from hookline.files import place, safetensors_file
+    from hookline.files import folder_or_url, safetensors_file
     from hookline.files.sealed_json import MANIFEST
 
     place.LocalPlace.most_bytes = 200_000

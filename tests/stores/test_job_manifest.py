@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hookline.files.place import LocalPlace
+from hookline.files.folder_or_url import LocalPlace
 from hookline.stores.job_manifest import Job, environment, read_manifest, write_manifest
 
 

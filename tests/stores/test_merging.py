@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.files.place import place_of
+from hookline.files.folder_or_url import place_of
 from hookline.files.sealed_json import MANIFEST, seal_json
 from hookline.stores import merge, open_store, repair, verify
 from hookline.stores import merging as merging_module

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.files.place import place_of
+from hookline.files.folder_or_url import place_of
 from hookline.stores.shard_file import Chunk, ShardWriter, name_of, read_shard
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.files.place import LocalPlace, place_of
+from hookline.files.folder_or_url import LocalPlace, place_of
 from hookline.stores import open_store
 from hookline.stores import shard_reader as shards_module
 from hookline.stores.shard_file import name_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.files.place import place_of
+from hookline.files.folder_or_url import place_of
 from hookline.files.safetensors_file import DTYPES
 from hookline.files.sealed_json import MANIFEST
 from hookline.stores import excerpt, open_store

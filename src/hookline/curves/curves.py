@@ -304,7 +304,7 @@ class Curves(Result):
         Each has two arrays of equal length: `steps` and `values`. They also hold the steps that
         `every=` of `hl.monitor` skips.
         """
-        return logged_curves(self._source.read_logged())
+        return logged_curves(self._source.read_user_numbers())
 
     def log(
         self, numbers: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any
@@ -359,7 +359,7 @@ class Curves(Result):
         Returns:
             The findings, the worst first: print them, or ask `.ok` and `.worst`.
         """
-        return findings_of_steps(self._source.read(), self._source.read_logged())
+        return findings_of_steps(self._source.read(), self._source.read_user_numbers())
 
     def reports(self) -> ReportSource:
         """Return the reports that the curves are read from, those of one rank with it alone."""
@@ -370,7 +370,7 @@ class Curves(Result):
             if len(slots := report.slots[at]):
                 row = StepReport(report.step, report.seconds, report.layout, slots, report.order)
                 reports.add(row)
-        for report in self._source.read_logged():
+        for report in self._source.read_user_numbers():
             reports.add(StepReport.from_logged(report.step, report.seconds, report.logged))
         reports.has_ended = self._source.has_ended
         return reports
@@ -420,7 +420,7 @@ class Curves(Result):
             NotRecordedError: the step was not measured.
         """
         numbers: dict[str, float] = {}
-        for report in (*self._source.read(), *self._source.read_logged()):
+        for report in (*self._source.read(), *self._source.read_user_numbers()):
             if report.step == step:
                 numbers.update(report.numbers(self._rank) if report.is_measured else {})
                 numbers.update(

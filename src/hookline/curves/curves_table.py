@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hookline.curves.numbers_of_result import numbers_of, numbers_of_all
+from hookline.curves.numbers_of_result import numbers_of, numbers_of_site
 from hookline.curves.step_reports import StepReport
 from hookline.display import units
 from hookline.display.results import Heading, Printout
@@ -66,7 +66,7 @@ def _latest(reports: Sequence[StepReport], site: str, rank: int | None) -> dict[
     for report in reversed(reports):
         results = report.results(site, rank)
         if results:
-            numbers = numbers_of_all(results)
+            numbers = numbers_of_site(results)
             ratio = report.ratio(site, rank)
             return numbers if ratio is None else {**numbers, "ratio": ratio}
     return {}

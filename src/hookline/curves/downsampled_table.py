@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves.numbers_of_result import OF_MOMENTS, numbers_of_all
+from hookline.curves.numbers_of_result import OF_MOMENTS, numbers_of_site
 from hookline.curves.numbers_over_steps import (
     compute,
     has_array_functions,
@@ -299,7 +299,7 @@ def _numbers_of_site(layout: Layout, block: Sequence[StepReport], site: str) -> 
                 column[is_new] = numbers[name][is_new[has_value]]
         return columns
     for k, report in enumerate(block):
-        for name, number in numbers_of_all(_lenient_results(layout, site, report)).items():
+        for name, number in numbers_of_site(_lenient_results(layout, site, report)).items():
             column = columns.setdefault(name or "value", np.full(len(block), np.nan))
             if np.isnan(column[k]):
                 column[k] = number

@@ -36,7 +36,7 @@ def numbers_of(result: Any) -> dict[str, float]:
     return {str(name): float(part) for name, part in _named_parts(result) if isinstance(part, Real)}
 
 
-def numbers_of_all(results: Sequence[Any]) -> dict[str, float]:
+def numbers_of_site(results: Sequence[Any]) -> dict[str, float]:
     """Return the single numbers of a site's results, by name.
 
     Of one name, the first result that has it gives the number, as in a curve. So covariances give

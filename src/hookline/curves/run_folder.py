@@ -287,7 +287,7 @@ class RunReader:
         self._read_if_changed()
         return self._reports
 
-    def read_logged(self) -> Sequence[StepReport]:
+    def read_user_numbers(self) -> Sequence[StepReport]:
         """Return the reports with the user's own numbers so far, in order.
 
         Raises:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves.numbers_of_result import numbers_of_all
+from hookline.curves.numbers_of_result import numbers_of_site
 from hookline.curves.slot_layout import Layout
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.statistics.covariance import Covariance
@@ -89,7 +89,7 @@ class StepReport:
         }
         for site in layout.by_site:
             results = layout.results(site, self.slots, rank, is_lenient=True)
-            numbers = numbers_of_all(results)
+            numbers = numbers_of_site(results)
             if results:
                 norms[site] = numbers.get("norm", math.nan)
             by_name.update(((site, name), number) for name, number in numbers.items())
@@ -126,7 +126,7 @@ class StepReport:
         if weight is None:
             return None
         norms = [
-            numbers_of_all(results).get("norm", math.nan)
+            numbers_of_site(results).get("norm", math.nan)
             for place in (site, weight)
             if (results := self.results(place, rank))
         ]
@@ -170,7 +170,7 @@ class ReportSource(Protocol):
         """Return the reports of measured steps so far, in order."""
         ...
 
-    def read_logged(self) -> Sequence[StepReport]:
+    def read_user_numbers(self) -> Sequence[StepReport]:
         """Return the reports with the user's own numbers so far, in order."""
         ...
 
@@ -200,6 +200,6 @@ class Reports:
         """Return the reports of measured steps so far, in order."""
         return self._reports
 
-    def read_logged(self) -> Sequence[StepReport]:
+    def read_user_numbers(self) -> Sequence[StepReport]:
         """Return the reports with the user's own numbers so far, in order."""
         return self._logged

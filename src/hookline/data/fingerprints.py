@@ -82,7 +82,7 @@ def spread_indices(length: int, most: int) -> list[int]:
     return [index * (length - 1) // (most - 1) for index in range(most)]
 
 
-def files_fingerprint(paths: Sequence[Path]) -> str:
+def content_fingerprint(paths: Sequence[Path]) -> str:
     """Return the fingerprint of files: of all bytes, or of 1,024 blocks of large ones."""
     sizes = [os.stat(path).st_size for path in paths]
     digest = xxh3_128(str(sizes).encode())

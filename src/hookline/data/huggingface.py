@@ -10,7 +10,7 @@ from typing import Any, final
 from torch.utils.data import default_collate
 
 from hookline.data.data_source import LoadOptions
-from hookline.data.fingerprints import files_fingerprint
+from hookline.data.fingerprints import content_fingerprint
 from hookline.data.images import apply_preprocess
 from hookline.data.indexed_source import SingleItems
 from hookline.data.texts import KEY, text_or_skip
@@ -83,7 +83,7 @@ class HuggingFaceItems(SingleItems):
         features = {name: repr(kind) for name, kind in self.dataset.features.items()}
         identity = {"kind": "datasets", "columns": features}
         if self._path is not None:
-            identity["fingerprint"] = files_fingerprint(_arrow_files(self._path))
+            identity["fingerprint"] = content_fingerprint(_arrow_files(self._path))
         return identity
 
     def read(self, indices: Sequence[int]) -> list[Any]:

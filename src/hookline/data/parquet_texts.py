@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from hookline.data.fingerprints import files_fingerprint
+from hookline.data.fingerprints import content_fingerprint
 from hookline.data.texts import KEY
 from hookline.display.text import listed
 from hookline.errors import InputError
@@ -65,7 +65,7 @@ class ParquetTexts:
             "name": self._path.name,
             "size": self._path.stat().st_size,
             "schema": self._schema,
-            "fingerprint": files_fingerprint([self._path]),
+            "fingerprint": content_fingerprint([self._path]),
         }
 
     def read(self, indices: Sequence[int]) -> list[str | None]:

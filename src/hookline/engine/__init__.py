@@ -37,7 +37,7 @@ from hookline.engine.operations.call_list import CallList, FunctionCall
 from hookline.engine.operations.mode import operations_on
 from hookline.engine.operations.operation import Operation
 from hookline.engine.passes.as_recomputation import as_recomputation
-from hookline.engine.passes.calls import Calls
+from hookline.engine.passes.running_calls import Calls
 from hookline.engine.passes.checkpointing import end_thread_passes, same_draws
 from hookline.engine.passes.modes import (
     has_numbers, innermost, is_transformed, plain, without_autocast,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OverwrittenError
-from hookline.files.place import OpenFile
+from hookline.files.folder_or_url import OpenFile
 from hookline.files.sealed_json import checksum
 
 # The names of dtypes in a file's header.

@@ -14,7 +14,7 @@ from typing import Any, final
 from xxhash import xxh3_64_hexdigest
 
 from hookline.errors import FolderError
-from hookline.files.place import Place
+from hookline.files.folder_or_url import Place
 from hookline.util.version import VERSION
 
 MANIFEST = "manifest.json"

@@ -43,10 +43,10 @@ from hookline.engine import (
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings
 from hookline.errors import FolderError, RanksError
-from hookline.files.place import LocalPlace, Place
-from hookline.files.read_errors import DAMAGE, read_errors
+from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.files.safetensors_file import encode_tensors
 from hookline.files.sealed_json import MANIFEST, seal_json, stored_checksum, verify_seal
+from hookline.files.unreadable_or_damaged import DAMAGE, read_errors
 from hookline.recordings.atomic_replace import RANK, RECORDING, Draft, check_target, resolve_target
 from hookline.recordings.encoding import Lost, encode
 from hookline.recordings.log_entries import Contents, Entry, PartialGradients, PassContents

@@ -9,7 +9,7 @@ from typing import Any
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError
-from hookline.files.place import LocalPlace, Place
+from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.files.sealed_json import MANIFEST
 from hookline.recordings.folder import parse_manifest, read_manifest, read_rank_checksums
 from hookline.recordings.log_entries import Contents

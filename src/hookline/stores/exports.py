@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError, InputError, StructureError, check_one_of
-from hookline.files.place import local_path
+from hookline.files.folder_or_url import local_path
 from hookline.stores.column import Column
 from hookline.stores.shard_file import LENGTH, numpy_dtype
 from hookline.util.optional_imports import how_to_install, require

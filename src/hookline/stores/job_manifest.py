@@ -23,9 +23,9 @@ from xxhash import xxh3_128_hexdigest
 from hookline.display.text import first_line
 from hookline.engine.provenance import flags_here, versions_here
 from hookline.errors import FolderError
-from hookline.files.place import Place
-from hookline.files.read_errors import DAMAGE, read_errors
+from hookline.files.folder_or_url import Place
 from hookline.files.sealed_json import MANIFEST, FolderFormat, seal_json, verify_seal
+from hookline.files.unreadable_or_damaged import DAMAGE, read_errors
 from hookline.statistics import Moments, merge_by_key
 from hookline.stores.check_manifest import check_manifest
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard

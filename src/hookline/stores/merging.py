@@ -9,9 +9,9 @@ from typing import Any
 
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError, InputError, StructureError
-from hookline.files.place import LocalPlace, Place, as_place
-from hookline.files.read_errors import DamagedError
+from hookline.files.folder_or_url import LocalPlace, Place, as_place
 from hookline.files.safetensors_file import header_end
+from hookline.files.unreadable_or_damaged import DamagedError
 from hookline.stores.first_batch_summary import compare_summaries
 from hookline.stores.job_manifest import LOOP, UNKNOWN, identity_of, read_manifest, write_manifest
 from hookline.stores.shard_file import Shard, name_of, number_of, read_shard, renumber

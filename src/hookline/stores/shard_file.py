@@ -26,8 +26,7 @@ from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from hookline.display.text import first_line
-from hookline.files.place import Place
-from hookline.files.read_errors import DAMAGE, DamagedError, read_errors
+from hookline.files.folder_or_url import Place
 from hookline.files.safetensors_file import (
     DTYPE_NAMES,
     DTYPES,
@@ -36,6 +35,7 @@ from hookline.files.safetensors_file import (
     frame_header,
     header_end,
 )
+from hookline.files.unreadable_or_damaged import DAMAGE, DamagedError, read_errors
 from hookline.statistics import Moments
 from hookline.statistics.flat_numbers import to_real_float
 

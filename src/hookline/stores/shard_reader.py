@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError
-from hookline.files.place import LocalPlace, Place
-from hookline.files.read_errors import DAMAGE, read_errors
+from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.files.safetensors_file import DTYPES, header_end
+from hookline.files.unreadable_or_damaged import DAMAGE, read_errors
 from hookline.stores.shard_file import (
     LENGTH,
     ColumnForm,

@@ -24,9 +24,9 @@ from hookline.errors import (
     SelectionError,
     StructureError,
 )
-from hookline.files.place import Place, as_place
-from hookline.files.read_errors import DAMAGE, read_errors
+from hookline.files.folder_or_url import Place, as_place
 from hookline.files.sealed_json import MANIFEST
+from hookline.files.unreadable_or_damaged import DAMAGE, read_errors
 from hookline.findings import Findings
 from hookline.recordings.key_index import suggestion_text
 from hookline.statistics import Moments, merge_by_key

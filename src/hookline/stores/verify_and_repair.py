@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError
-from hookline.files.place import Place, as_place
-from hookline.files.read_errors import DAMAGE, DamagedError, UnreadableError, read_errors
+from hookline.files.folder_or_url import Place, as_place
 from hookline.files.sealed_json import MANIFEST
+from hookline.files.unreadable_or_damaged import DAMAGE, DamagedError, UnreadableError, read_errors
 from hookline.stores.job_manifest import LOOP, UNKNOWN, Job, read_manifest, write_manifest
 from hookline.stores.shard_file import (
     LENGTH,

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hookline as hl
-from hookline.files.place import place_of
+from hookline.files.folder_or_url import place_of
 from hookline.files.sealed_json import seal_json
 from hookline.stores import job_manifest as manifest_module
 from hookline.stores.batch_columns import Offload
@@ -834,7 +834,7 @@ def test_items_that_fail_are_left_out_and_listed(model, tmp_path):
 
 
 def test_a_second_writer_is_refused(model, tmp_path):
-    from hookline.files.place import place_of
+    from hookline.files.folder_or_url import place_of
 
     with place_of(tmp_path / "s").locked():
         with pytest.raises(hl.FolderError, match=r"this process is writing to .* already"):
@@ -1026,7 +1026,7 @@ def test_a_last_batch_of_one_number_is_stored(tmp_path):
 def test_a_shard_that_cannot_be_read_for_now_is_not_removed(
     model, tmp_path, monkeypatch, method, error
 ):
-    from hookline.files.place import LocalPlace
+    from hookline.files.folder_or_url import LocalPlace
 
     hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
     damaged = tmp_path / "s" / "shard-00000000.safetensors"

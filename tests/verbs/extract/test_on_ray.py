@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.files.place import place_of
+from hookline.files.folder_or_url import place_of
 from hookline.verbs.extract import on_ray
 from hookline.verbs.extract.resumable_extraction import Extraction
 from thoroughness import tries

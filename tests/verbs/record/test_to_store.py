@@ -250,7 +250,7 @@ def test_a_full_disk_advises_a_new_folder(tmp_path, monkeypatch):
     model = nn.Linear(2, 3)
     with pytest.raises(hl.FolderError) as caught, hl.record(model, to=tmp_path / "s"):
         model(torch.zeros(4, 2))
-        monkeypatch.setattr("hookline.files.place._write", refuse)
+        monkeypatch.setattr("hookline.files.folder_or_url._write", refuse)
     assert str(caught.value).endswith(
         "Free space on the disk. What was written before is whole."
         " A loop of your own cannot be resumed: run it again, with a new folder."

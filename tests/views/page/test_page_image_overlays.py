@@ -13,8 +13,8 @@ from PIL import Image
 from torch import nn
 
 import hookline as hl
-from hookline.views.page.encode_maps import ASKED_FOR
 from hookline.views.page.image_overlays import Images, find_images, gradcam_maps, norm_maps
+from hookline.views.page.quantised_maps import ASKED_FOR
 from hookline.views.page.value_entries import list_values
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import hookline as hl
 from accessibility import at_any_width, faults_of
 from hookline.views.page import Evidence, write_recording_page
-from hookline.views.page.encode_maps import quantise
+from hookline.views.page.quantised_maps import quantise
 
 SCRIPT = "<script>alert(1)<"
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.views.page.encode_maps import ASKED_FOR, IN_FILE, encode_maps, with_channels
 from hookline.views.page.module_rows import rows_of
 from hookline.views.page.page_state import failed_pass_notices, missing_text
+from hookline.views.page.quantised_maps import ASKED_FOR, IN_FILE, quantised_maps, with_channels
 from hookline.views.page.recording_data import (
     findings_data,
     rows_and_values_data,
@@ -165,7 +165,7 @@ def numbers_of(maps, index=0):
 @pytest.mark.parametrize(("limits", "codes"), [(IN_FILE, 254), (ASKED_FOR, 65534)])
 def test_maps_hold_the_numbers_up_to_half_a_code(limits, codes):
     value = torch.randn(2, 5, 6, 7)
-    maps = encode_maps(value, "Conv2d", Choice(sample=1), limits)
+    maps = quantised_maps(value, "Conv2d", Choice(sample=1), limits)
     order = value[1].abs().amax((1, 2)).argsort(descending=True).tolist()
     assert [tile["c"] for tile in maps["tiles"]] == order
     for index, channel in enumerate(order):
@@ -178,25 +178,25 @@ def test_nan_is_told_from_numbers_in_a_map():
     value = torch.ones(1, 1, 2, 2)
     value[0, 0, 0, 1] = float("nan")
     value[0, 0, 1, 0] = 3
-    shown = numbers_of(encode_maps(value, "Conv2d", Choice(), IN_FILE))
+    shown = numbers_of(quantised_maps(value, "Conv2d", Choice(), IN_FILE))
     assert shown.isnan().tolist() == [[False, True], [False, False]]
     assert shown[1, 0] == 3
 
 
 def test_a_gradient_shows_the_channels_of_its_output():
     value, gradient = torch.randn(1, 40, 4, 4), torch.randn(1, 40, 4, 4)
-    own = encode_maps(value, "Conv2d", Choice(), IN_FILE)
-    beside = encode_maps(gradient, "Conv2d", with_channels(Choice(), own), IN_FILE)
+    own = quantised_maps(value, "Conv2d", Choice(), IN_FILE)
+    beside = quantised_maps(gradient, "Conv2d", with_channels(Choice(), own), IN_FILE)
     assert [tile["c"] for tile in own["tiles"]] == [tile["c"] for tile in beside["tiles"]]
     assert len(own["tiles"]) == 8
 
 
 def test_attention_weights_are_heads_in_order_and_tokens_a_table():
-    heads = encode_maps(torch.randn(2, 12, 9, 9).softmax(-1), "", Choice(), IN_FILE)
+    heads = quantised_maps(torch.randn(2, 12, 9, 9).softmax(-1), "", Choice(), IN_FILE)
     assert heads["kind"] == "heads"
     assert [tile["c"] for tile in heads["tiles"]] == list(range(12))
-    tokens = encode_maps(torch.randn(2, 200, 64), "Linear", Choice(), IN_FILE)
+    tokens = quantised_maps(torch.randn(2, 200, 64), "Linear", Choice(), IN_FILE)
     assert (tokens["kind"], tokens["rows"], tokens["columns"]) == ("table", 200, 64)
     assert (tokens["h"], tokens["w"]) == (96, 64)
-    pooled = encode_maps(torch.randn(2, 64, 1, 1), "AdaptiveAvgPool2d", Choice(), IN_FILE)
+    pooled = quantised_maps(torch.randn(2, 64, 1, 1), "AdaptiveAvgPool2d", Choice(), IN_FILE)
     assert (pooled["kind"], pooled["h"], pooled["w"]) == ("table", 1, 64)

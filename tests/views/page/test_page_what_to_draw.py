@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 
 from hookline.errors import InputError
-from hookline.views.page.encode_maps import ASKED_FOR, IN_FILE, encode_maps
+from hookline.views.page.quantised_maps import ASKED_FOR, IN_FILE, quantised_maps
 from hookline.views.page.what_to_draw import Choice, holds_feature_maps, input_thumbnail
 
 
 def channels(value, **choice):
     return [
-        tile["c"] for tile in encode_maps(value, "Conv2d", Choice(**choice), ASKED_FOR)["tiles"]
+        tile["c"] for tile in quantised_maps(value, "Conv2d", Choice(**choice), ASKED_FOR)["tiles"]
     ]
 
 
@@ -31,9 +31,9 @@ def test_channels_are_pages_of_16_and_can_be_ordered():
 
 def test_what_has_no_picture_says_why():
     with pytest.raises(InputError, match="a picture must have at most 5 dimensions, got 6"):
-        encode_maps(torch.ones(1, 1, 1, 1, 1, 1), "", Choice(), IN_FILE)
+        quantised_maps(torch.ones(1, 1, 1, 1, 1, 1), "", Choice(), IN_FILE)
     with pytest.raises(InputError, match="it is empty"):
-        encode_maps(torch.ones(0, 3), "", Choice(), IN_FILE)
+        quantised_maps(torch.ones(0, 3), "", Choice(), IN_FILE)
 
 
 def decode(source: str) -> Image.Image:
@@ -46,7 +46,7 @@ def test_the_widest_range_of_numbers_does_not_overflow():
     largest = torch.finfo(torch.float64).max
     maps = torch.full((1, 1, 4, 4), largest, dtype=torch.float64)
     maps[0, 0, 0, 0] = -largest
-    (tile,) = encode_maps(maps, "Conv2d", Choice(), IN_FILE)["tiles"]
+    (tile,) = quantised_maps(maps, "Conv2d", Choice(), IN_FILE)["tiles"]
     assert base64.b64decode(tile["q"])[:2] == bytes([0, 254])
 
 
@@ -64,12 +64,12 @@ def test_what_is_no_image_has_no_class_maps(value):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8, torch.bool])
 def test_maps_of_other_dtypes_have_their_numbers(dtype):
-    (tile,) = encode_maps(torch.ones(1, 1, 4, 4).to(dtype), "", Choice(), IN_FILE)["tiles"]
+    (tile,) = quantised_maps(torch.ones(1, 1, 4, 4).to(dtype), "", Choice(), IN_FILE)["tiles"]
     assert (tile["lo"], tile["hi"]) == (1, 1)
 
 
 def test_a_very_long_map_keeps_at_least_a_line():
-    maps = encode_maps(torch.rand(1, 1, 4, 4000), "Conv2d", Choice(), IN_FILE)
+    maps = quantised_maps(torch.rand(1, 1, 4, 4000), "Conv2d", Choice(), IN_FILE)
     assert (maps["h"], maps["w"]) == (1, 28)
 
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.passes import THREAD, Pass, Passes, substitute_passes
+from hookline.engine.passes.running_calls import Calls
 from hookline.engine.pytree import tree
 from hookline.engine.torch_private.graph.checkpoint import CheckpointPatch, outside_checkpoint
 from hookline.errors import AttachError

@@ -29,8 +29,8 @@ from types import FrameType
 from typing import Any, Protocol, final
 
 from hookline.engine.distributed.rendezvous import note_failure
-from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.modes import Mode, is_transformed, mode_now
+from hookline.engine.passes.running_calls import Calls
 from hookline.engine.torch_private.autograd import backward_number
 from hookline.util.fork_safe_lock import fork_safe_lock
 

@@ -185,7 +185,7 @@ class Originals:
         self._tensors = [
             (table_holder(node.parent.module, "_parameters"), _name_of(node), node)
             for node in nodes
-            if isinstance(node, ParameterNode) and node.parent and self._can_lose(node)
+            if isinstance(node, ParameterNode) and node.parent and self._is_always_held(node)
         ]
 
     # -- the search --------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Originals:
         search = _Search(tree)
         losses, nodes = [], []
         for site, node in self._places():
-            loss = search.loss(site, node) if self._can_lose(node) else None
+            loss = search.loss(site, node) if self._is_always_held(node) else None
             if loss is None:
                 nodes.append(node.now_in(tree) or node)
             else:
@@ -224,7 +224,7 @@ class Originals:
             self._link(nodes)
         return losses
 
-    def _can_lose(self, node: Node) -> bool:
+    def _is_always_held(self, node: Node) -> bool:
         """Tell whether the model holds the object of a node under its path all the time."""
         if isinstance(node, ModuleNode):
             return True

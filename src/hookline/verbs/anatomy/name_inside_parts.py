@@ -40,7 +40,7 @@ def _first_event_index(part: Part) -> int:
     return part.term.events[0].index if part.term.events else 0
 
 
-def _events_since_matmuls(value: Value, part: Part) -> tuple[list[Event], list[Value]]:
+def _walk_back_to_matmuls(value: Value, part: Part) -> tuple[list[Event], list[Value]]:
     """Return the calls that lead from the last products to a value, and what these return."""
     stop = [id(output) for event in _matmuls(part) for output in event.outputs]
     stop += [id(read) for read in part.term.reads]
@@ -92,13 +92,13 @@ def _has_other_neurons(part: Part, act: Value, last: Event) -> bool:
 
 def _pre_and_up(act: Value, part: Part) -> tuple[Value | None, Value | None]:
     """Return what the nonlinearity gets, and the linear factor of a gated MLP."""
-    events, heavy = _events_since_matmuls(act, part)
+    events, heavy = _walk_back_to_matmuls(act, part)
     event = act.maker
     factors = event.varying if event is not None and event.name in _PRODUCTS else []
     if len(factors) == 2:
         linear = [factor for factor in factors if _is_linear(factor, part)]
         curved = [factor for factor in factors if not _is_linear(factor, part)]
-        if len(linear) == 1 and len(_events_since_matmuls(curved[0], part)[1]) == 1:
+        if len(linear) == 1 and len(_walk_back_to_matmuls(curved[0], part)[1]) == 1:
             own = _pre_activation(curved[0], part)
             other = _pre_activation(linear[0], part)
             if own is not other:
@@ -107,7 +107,7 @@ def _pre_and_up(act: Value, part: Part) -> tuple[Value | None, Value | None]:
 
 
 def _is_linear(value: Value, part: Part) -> bool:
-    events, _ = _events_since_matmuls(value, part)
+    events, _ = _walk_back_to_matmuls(value, part)
     return all(_is_slice(event) for event in events)
 
 
@@ -119,7 +119,7 @@ def _is_slice(event: Event) -> bool:
 
 def _pre_activation(value: Value, part: Part) -> Value:
     """Return the last value before a nonlinearity that is a part of what one product returns."""
-    events, heavy = _events_since_matmuls(value, part)
+    events, heavy = _walk_back_to_matmuls(value, part)
     values = [*heavy, *(output for event in events for output in event.outputs)]
     used = {id(value)}
     for event in reversed(events):
@@ -291,7 +291,7 @@ def _n_value_heads(layer: Layer, part: Part, values: Value) -> int:
     core = part.cores[0].call
     if core.name == "multi_head_attention_forward":
         return int(argument_of(core, 4, "num_heads"))
-    events, _ = _events_since_matmuls(values, part)
+    events, _ = _walk_back_to_matmuls(values, part)
     width = values.tensor.shape[-1]
     sizes = [
         each.tensor.numel()
@@ -410,7 +410,7 @@ def _product_error(out: Tensor, first: Tensor, second: Tensor) -> float:
 def _name_norms(trace: Trace, layer: Layer, part: Part, core: Event) -> None:
     names = layer.names
     for name, value in zip(("q_norm", "k_norm"), _query_and_key(part, core), strict=False):
-        events, _ = _events_since_matmuls(value, part)
+        events, _ = _walk_back_to_matmuls(value, part)
         made = {id(output) for event in events for output in event.outputs}
         for path, calls in trace.calls.items():
             if not path.startswith(f"{core.path}.") or len(calls) != 1:

@@ -77,7 +77,7 @@ class Layer:
         return [part for part in self.parts if part.kind == kind]
 
 
-def layer_of(block: Block) -> Layer:
+def unclassified_layer(block: Block) -> Layer:
     """Return a block with its parts, of unknown kinds."""
     return Layer(block, list(map(_make_part, block.terms)))
 

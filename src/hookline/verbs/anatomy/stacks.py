@@ -12,7 +12,7 @@ from torch import nn
 from hookline.engine import unwrap
 from hookline.verbs.anatomy.claimed_names import Names
 from hookline.verbs.anatomy.embeddings_and_head import Head
-from hookline.verbs.anatomy.parts import Layer, is_cross, layer_of, refuse_several_streams
+from hookline.verbs.anatomy.parts import Layer, is_cross, refuse_several_streams, unclassified_layer
 from hookline.verbs.anatomy.proven_names import ProvenNames
 from hookline.verbs.anatomy.residual_stream import NoStream, block_of
 from hookline.verbs.anatomy.trace import ModuleCall, Trace
@@ -141,7 +141,7 @@ def _feeds(first: ModuleCall, second: ModuleCall) -> bool:
 
 def _layer_or_no_stream(trace: Trace, call: ModuleCall) -> Layer | NoStream:
     try:
-        layer = layer_of(block_of(trace, call))
+        layer = unclassified_layer(block_of(trace, call))
         refuse_several_streams(layer)
     except NoStream as reason:
         return reason
@@ -171,7 +171,7 @@ def _without_last_norm(run: list[Layer]) -> list[Layer]:
     steps = last.block.steps
     if not steps[-1].terms and all(layer.block.steps[-1].terms for layer in others):
         block = replace(last.block, post=steps[-1].before, steps=steps[:-1])
-        return [*others, layer_of(block)]
+        return [*others, unclassified_layer(block)]
     return run
 
 

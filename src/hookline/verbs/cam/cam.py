@@ -236,12 +236,12 @@ class _CamRunner:
                 output = self._run_on(self._images)
             aim = self._goal(output)
             scores = None if aim is None else self._finite_scores(aim, output)
-            _, activations = self._read_layers(run, sites)
+            _, activations = self._layers_and_activations(run, sites)
             return _Forward(activations, activations, aim, scores)
         with recording_line(self._model, sites, ("output", "grad_output")) as run:
             leaf = self._images_with_grad()
             output = self._run_on(leaf)
-            layers, activations = self._read_layers(run, sites)
+            layers, activations = self._layers_and_activations(run, sites)
             aim = self._goal(output)
             scores = self._backward_from_scores(aim, output, leaf)
         gradients = []
@@ -307,7 +307,9 @@ class _CamRunner:
             )
         return scores
 
-    def _read_layers(self, run: Recording, sites: list[Site]) -> tuple[list[Layer], list[Tensor]]:
+    def _layers_and_activations(
+        self, run: Recording, sites: list[Site]
+    ) -> tuple[list[Layer], list[Tensor]]:
         layers, activations = [], []
         channels = channels_of(self._model)
         for site in sites:

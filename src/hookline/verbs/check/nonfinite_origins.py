@@ -207,7 +207,9 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = _tensors_in((args, kwargs))
         written = _written_arguments(function, args, kwargs)
         # What is written to is read and copied before.
-        before = {id(tensor): (self._read_mark(tensor), tensor.clone()) for tensor in written}
+        before = {
+            id(tensor): (self._mark_if_nonfinite(tensor), tensor.clone()) for tensor in written
+        }
         output = function(*args, **kwargs)
         if _operation_name(function).startswith(_NEW):
             _fill_with_nan(output)
@@ -220,9 +222,9 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark_of(self, tensor: Tensor) -> _Mark | None:
         """Return what is known of a tensor that is not finite; None if it is finite."""
         with without_modes():  # or the look would be an operation of the model
-            return self._read_mark(tensor)
+            return self._mark_if_nonfinite(tensor)
 
-    def _read_mark(self, tensor: Tensor) -> _Mark | None:
+    def _mark_if_nonfinite(self, tensor: Tensor) -> _Mark | None:
         kinds = _kinds_or_none(tensor)
         if not kinds:
             return None
@@ -267,7 +269,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         `before` has the marks and copies of the inputs that it has written to, by id. `bad` has the
         outputs that are not finite.
         """
-        read = [before[id(t)][0] if id(t) in before else self._read_mark(t) for t in inputs]
+        read = [before[id(t)][0] if id(t) in before else self._mark_if_nonfinite(t) for t in inputs]
         marks = [mark for mark in read if mark is not None]
         begun = [mark.origin for mark in marks if mark.origin is not None]
         origin = min(begun, key=lambda earlier: earlier.number, default=None)

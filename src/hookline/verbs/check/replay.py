@@ -174,7 +174,7 @@ class Replay:
         if run.has_grad:
             args, kwargs = tree.map_tensors(self._without_graph, (args, kwargs))
         with as_recomputation(self._passes), start.again(self._root), self._recording_calls():
-            self._name_tensors(args, kwargs)
+            self._name_weights_and_inputs(args, kwargs)
             anomaly = torch.autograd.set_detect_anomaly(run.has_grad, check_nan=False)
             # What is compiled in place would be compiled anew, with the hooks of the repetition.
             with force_eager(), anomaly, self._names, self._origins:
@@ -296,7 +296,7 @@ class Replay:
         with without_modes():
             self.likeness.compare(path, output, self._origins.count)
 
-    def _name_tensors(self, args: Any, kwargs: Any) -> None:
+    def _name_weights_and_inputs(self, args: Any, kwargs: Any) -> None:
         for kind, path, tensor in named_tensors(self._nodes):
             self._outside.add(kind, path, tensor)
         for leaf, tensor in tree.tensors(Arguments().bind(self._root, args, kwargs)):

@@ -24,7 +24,7 @@ from hookline.display.text import first_line, torch_name, type_and_line
 from hookline.engine import module_tree, path_text
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError, ModelError, NonFiniteError
-from hookline.files.place import local_path
+from hookline.files.folder_or_url import local_path
 from hookline.recordings.encoding import decode, encode
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.shared.rerun import Autocast, use_autocast

@@ -15,8 +15,8 @@ from hookline.errors import AttachError, StructureError
 from hookline.recordings import Recording
 from hookline.recordings.pass_record import PassRecord
 from hookline.verbs.edit import in_graph
+from hookline.verbs.edit.find_recorded_value import RecordedChange, RecordedSite, missing_site_error
 from hookline.verbs.edit.places import Moment
-from hookline.verbs.edit.recorded import RecordedChange, RecordedSite, missing_site_error
 
 # Below this correlation, the logits of two runs are not those of the same tokens and router.
 _LEAST_CORRELATION = 0.5

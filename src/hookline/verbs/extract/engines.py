@@ -9,8 +9,8 @@ from typing import Protocol, final
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError
-from hookline.files.place import Place
-from hookline.files.read_errors import DamagedError
+from hookline.files.folder_or_url import Place
+from hookline.files.unreadable_or_damaged import DamagedError
 from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Shard, ShardWriter, name_of, read_shard
 from hookline.verbs.extract.collective_steps import Pulse, Ranks

@@ -14,7 +14,7 @@ from hookline.data.data_source import LoadOptions
 from hookline.data.make_source import make_source
 from hookline.engine import Selector, require_model, sharding_kind, unwrap_ddp
 from hookline.errors import FolderError, HooklineError, InputError, check_one_of
-from hookline.files.place import Place, place_of
+from hookline.files.folder_or_url import Place, place_of
 from hookline.stores import Store, open_store
 from hookline.stores.job_manifest import is_finished
 from hookline.verbs.extract.call_hint import explain_list_error

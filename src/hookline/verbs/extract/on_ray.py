@@ -24,7 +24,7 @@ import torch
 
 from hookline.display.text import first_line, plural, type_and_line
 from hookline.errors import HooklineError, InputError, RanksError, warn
-from hookline.files.place import LocalPlace, Place
+from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.models.torchvision_import import import_torchvision
 from hookline.stores.first_batch_summary import compare_summaries
 from hookline.stores.job_manifest import Job, environment

@@ -14,7 +14,7 @@ from torch import nn
 
 from hookline.engine import Site, record_fsdp2_calls, reshard, sharding_kind
 from hookline.errors import RanksError
-from hookline.files.place import Place
+from hookline.files.folder_or_url import Place
 from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Shard
 from hookline.verbs.extract.collective_steps import PATIENCE_S, Ranks, raise_if

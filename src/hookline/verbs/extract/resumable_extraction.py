@@ -18,9 +18,9 @@ from hookline.display.units import size
 from hookline.engine import path_text, sharding_kind
 from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.errors import FolderError, InputError, RanksError, StructureError, warn
-from hookline.files.place import LocalPlace, Place
-from hookline.files.read_errors import DAMAGE, DamagedError
+from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.files.sealed_json import MANIFEST
+from hookline.files.unreadable_or_damaged import DAMAGE, DamagedError
 from hookline.stores.first_batch_summary import compare_summaries
 from hookline.stores.job_manifest import (
     SHARD_BYTES,

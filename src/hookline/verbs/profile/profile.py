@@ -41,8 +41,8 @@ from hookline.verbs.profile.call_tree import (
 )
 from hookline.verbs.profile.chrome_trace import write_trace
 from hookline.verbs.profile.clocks import clock_for
+from hookline.verbs.profile.flame_graph import nested_calls
 from hookline.verbs.profile.flops_and_memory import RunCounts, count_flops
-from hookline.verbs.profile.nested_calls import nested_calls
 from hookline.verbs.profile.pass_windows import ContextCosts, PassChoice, RanPasses, medians
 from hookline.verbs.profile.rows import Row, interquartile_range, median_phases, rows_of, sum_phases
 from hookline.verbs.profile.run_kinds import RunKinds

@@ -42,8 +42,8 @@ from hookline.verbs.record.by_query import ByQuery
 from hookline.verbs.record.keep import Keep, Keeper, checked, graph_part_of_keep, keeps_plain_values
 from hookline.verbs.record.keep_gradients import KeepGradient, PlainGradTap
 from hookline.verbs.record.to_store import StoreLine, store_line
+from hookline.verbs.shared.enclosing_generate import may_generate, n_beams
 from hookline.verbs.shared.finalizing_line import FinalizingLine
-from hookline.verbs.shared.generate_search import may_generate, n_beams
 
 
 @final

@@ -21,7 +21,7 @@ from hookline.errors import (
     StructureError,
     warn,
 )
-from hookline.files.place import Place, place_of
+from hookline.files.folder_or_url import Place, place_of
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
 from hookline.stores.batch_columns import Offload, columns_of

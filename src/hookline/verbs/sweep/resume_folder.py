@@ -12,7 +12,7 @@ from torch import nn
 from hookline.data.fingerprints import fingerprint
 from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.errors import FolderError
-from hookline.files.place import place_of
+from hookline.files.folder_or_url import place_of
 from hookline.files.sealed_json import MANIFEST, FolderFormat, seal_json, verify_seal
 from hookline.verbs.sweep.grid import Entry
 

@@ -15,7 +15,7 @@ from hookline.errors import HooklineError
 from hookline.recordings.feature_maps import Grid, Size, find_grid, gradcam
 from hookline.statistics.value_statistics import main_tensor
 from hookline.util.optional_imports import require
-from hookline.views.page.encode_maps import Limits, quantise
+from hookline.views.page.quantised_maps import Limits, quantise
 from hookline.views.page.token_norms import round_finite
 from hookline.views.page.value_entries import EntryAt, ValueEntry, gradient_of, read_tensor
 from hookline.views.page.what_to_draw import is_image_batch

@@ -16,7 +16,7 @@ from torch import Tensor
 from hookline.display.units import count, size
 from hookline.errors import FolderError, HooklineError
 from hookline.files.atomic_text import write_atomically
-from hookline.files.place import local_path
+from hookline.files.folder_or_url import local_path
 from hookline.files.sealed_json import MANIFEST
 from hookline.findings import Findings
 from hookline.recordings import Recording
@@ -24,7 +24,6 @@ from hookline.util.optional_imports import require
 from hookline.verbs.summary import Summary
 from hookline.views.page.class_scores import entry_class_scores
 from hookline.views.page.dataflow import find_edges
-from hookline.views.page.encode_maps import IN_FILE, encode_maps, with_channels
 from hookline.views.page.image_overlays import (
     Images,
     find_images,
@@ -35,6 +34,7 @@ from hookline.views.page.image_overlays import (
 from hookline.views.page.module_rows import Row, rows_of
 from hookline.views.page.page_state import FolderContents, page_data, template_variables
 from hookline.views.page.page_templates import load_template
+from hookline.views.page.quantised_maps import IN_FILE, quantised_maps, with_channels
 from hookline.views.page.recording_data import findings_data, pack_json, try_to_judge
 from hookline.views.page.token_norms import measure_tokens, token_blocks, token_ids
 from hookline.views.page.value_entries import Place, ValueEntry, gradient_partner, measure_entry
@@ -221,7 +221,7 @@ class _MapsInFile:
         placed = tensor if grid is None else grid.to_maps(tensor)
         norms = None
         try:
-            maps = encode_maps(placed, entry.site.module_type, choice, IN_FILE)
+            maps = quantised_maps(placed, entry.site.module_type, choice, IN_FILE)
             if images is not None and grid is not None and grid.form == "tokens":
                 norms = norm_maps([("norm", tensor)], images.for_module(entry), 0, IN_FILE)
             if grid is not None and not is_model_input(entry):

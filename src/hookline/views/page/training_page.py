@@ -17,7 +17,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves import Curves, Logged, StepReport, logged_curves, numbers_of_all
+from hookline.curves import Curves, Logged, StepReport, logged_curves, numbers_of_site
 from hookline.curves.downsampled_table import DownsampledTable
 from hookline.curves.findings import findings_of_steps
 from hookline.curves.ports import PORTS, path_and_port
@@ -77,7 +77,7 @@ class OpenRun:
         """
         with self.lock:
             self.reports = self.reader.read()
-            self.logged = self.reader.read_logged()
+            self.logged = self.reader.read_user_numbers()
             n_reports = len(self.reports)
             self.table.add(self.reports[self._n_taken : n_reports])
             self._n_taken = n_reports
@@ -236,7 +236,7 @@ def _at_rank(report: StepReport, site: str, rank: int, name: str) -> float | Non
         ratio = report.ratio(site, rank)
         return None if ratio is None or not np.isfinite(ratio) else ratio
     results = report.layout.results(site, report.slots, rank, is_lenient=True)
-    numbers = numbers_of_all(results)
+    numbers = numbers_of_site(results)
     number = numbers.get("" if name == "value" and name not in numbers else name)
     return number if number is not None and np.isfinite(number) else None
 

@@ -11,7 +11,6 @@ from hookline.display.text import first_line
 from hookline.display.units import measure, share, size
 from hookline.errors import HooklineError, InputError
 from hookline.views.page.class_scores import entry_class_scores
-from hookline.views.page.encode_maps import ASKED_FOR, encode_maps, with_channels
 from hookline.views.page.image_overlays import (
     Images,
     find_images,
@@ -21,6 +20,7 @@ from hookline.views.page.image_overlays import (
     norm_maps,
 )
 from hookline.views.page.page_state import PageState
+from hookline.views.page.quantised_maps import ASKED_FOR, quantised_maps, with_channels
 from hookline.views.page.token_norms import measure_tokens, token_blocks, token_ids
 from hookline.views.page.value_entries import (
     ValueEntry,
@@ -138,7 +138,7 @@ def _encode(
     grid = None if images is None else images.for_module(entry).grid_of(tensor)
     is_first = grid is None or grid.form == "channels first"
     placed = tensor if grid is None or choice.form == "table" else grid.to_maps(tensor)
-    maps = encode_maps(placed, entry.site.module_type, choice, ASKED_FOR)
+    maps = quantised_maps(placed, entry.site.module_type, choice, ASKED_FOR)
     if grid is not None and not is_model_input(entry):
         maps["isPlaced"] = True
     return maps if is_first else maps | {"form": choice.form}

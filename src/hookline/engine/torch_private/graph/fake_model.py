@@ -198,9 +198,9 @@ class _MetaCopies(TorchFunctionMode):
         """Tell whether a tensor is a stand-in, or shares the memory of one."""
         return tensor.untyped_storage()._cdata in self._devices
 
-    def fake_of(self, stand_in: Tensor) -> Tensor:
-        """Return a fake tensor on the device of the original, by the memory of the stand-in."""
-        return _empty_on(stand_in, self._devices[stand_in.untyped_storage()._cdata])
+    def fake_on_original_device(self, meta_copy: Tensor) -> Tensor:
+        """Return a fake tensor on the device of the original, by the memory of its copy."""
+        return _empty_on(meta_copy, self._devices[meta_copy.untyped_storage()._cdata])
 
     def fakes_by_id(self) -> dict[int, Any]:
         """Return fake tensors on the devices of the originals, by the id of the stand-in."""
@@ -310,7 +310,7 @@ class _Fakes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DATA and self._stand_ins.is_meta_copy(args[0]):
-            return self._stand_ins.fake_of(args[0])
+            return self._stand_ins.fake_on_original_device(args[0])
         return func(*args, **(kwargs or {}))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError
-from hookline.files.place import local_path
+from hookline.files.folder_or_url import local_path
 from hookline.verbs.monitor.sinks.files import FunctionWriter, JsonLinesWriter, RunWriter
 from hookline.verbs.monitor.sinks.lightning import writer_of_lightning
 from hookline.verbs.monitor.sinks.mlflow import MlflowWriter

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.files import place as place_module
-from hookline.files.place import LocalPlace, local_path, place_of
+from hookline.files import folder_or_url as place_module
+from hookline.files.folder_or_url import LocalPlace, local_path, place_of
 from hookline.views.page.recording_page import page_file
 
 

@@ -25,7 +25,7 @@ from hookline.errors import FolderError
 from hookline.files.folder_lock import FolderLock, flock, is_at
 from hookline.files.mapped_file import FileState, MappedFile, file_state
 from hookline.files.open_regular import open_regular, sync
-from hookline.files.read_errors import UnreadableError
+from hookline.files.unreadable_or_damaged import UnreadableError
 
 _PART = ".part"
 _LOCAL = "file://"  # fsspec would write such files without lock and sync

@@ -35,10 +35,12 @@ IN_FILE = Limits(8, 28, (96, 160), 8)
 ASKED_FOR = Limits(16, 64, (160, 480), 16)
 
 
-def encode_maps(tensor: Tensor, module_type: str, choice: Choice, limits: Limits) -> dict[str, Any]:
+def quantised_maps(
+    tensor: Tensor, module_type: str, choice: Choice, limits: Limits
+) -> dict[str, Any]:
     """Return one sample of a value as maps: channels, the heads of attention, or one table.
 
-        >>> maps = encode_maps(torch.rand(2, 3, 4, 4), "Conv2d", Choice(), IN_FILE)
+        >>> maps = quantised_maps(torch.rand(2, 3, 4, 4), "Conv2d", Choice(), IN_FILE)
         >>> maps["kind"], len(maps["tiles"]), maps["samples"]
         ('channels', 3, 2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from hookline.engine.passes.calls import Calls
+from hookline.engine.passes.running_calls import Calls
 
 
 def test_calls_cleared_at_any_moment_of_an_end_raise_nothing():

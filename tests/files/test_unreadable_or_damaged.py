@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.files import read_errors as reading_module
-from hookline.files.read_errors import UnreadableError, read_errors
+from hookline.files import unreadable_or_damaged as reading_module
+from hookline.files.unreadable_or_damaged import UnreadableError, read_errors
 
 
 @pytest.mark.parametrize(
