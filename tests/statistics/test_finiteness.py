@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 
+from hookline.statistics import finiteness
 from hookline.statistics.finiteness import (
     NonFinite,
     count_nan_and_inf,
     non_finite_kinds,
+    probe_each,
     probe_nan,
     probe_sum,
 )
@@ -25,6 +27,21 @@ def test_the_total_is_finite_where_all_numbers_are(bad, dtype):
     assert torch.isfinite(probe_sum(value))
     value["a"][1] = bad
     assert not torch.isfinite(probe_sum(value))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_many_tensors_are_probed_by_one_call(monkeypatch, bad):
+    monkeypatch.setattr(
+        finiteness, "_may_share_a_call", lambda t: t.dim() == 1 and t.dtype.is_floating_point
+    )
+    tensors = [torch.full((300,), 1e38), torch.full((9,), 6e4, dtype=torch.float16)]
+    tensors += [torch.ones(2, 2), torch.ones(3).bfloat16(), torch.zeros(0), torch.arange(4)]
+    assert [bool(probe.isfinite()) for probe in probe_each(tensors[1:5])] == [True] * 4
+    for number in (1, 2, 3):
+        tensors[number].view(-1)[-1] = bad
+    finite = [bool(probe.isfinite()) for probe in probe_each(tensors)]
+    # The first sum overflows, so that it is looked at again; integers have no probe.
+    assert finite == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import UninitializedBuffer, UninitializedParameter
 
-from hookline.engine import has_numbers, innermost, is_wrapped, local_part
+from hookline.engine import has_numbers, innermost, is_wrapped, l1_norms, local_part
 from hookline.engine.pytree import tree
 from hookline.statistics.moments import Moments
 
 # Sums of these overflow, or lose their digits, unless they are added up in float32.
 _WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+# A sum of the magnitudes of these is right in float32.
+_NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # torch's own is_lazy cannot be part of a compiled graph.
 _LAZY = (UninitializedBuffer, UninitializedParameter)
 _PLAIN = (Tensor, nn.Parameter)
@@ -54,6 +56,25 @@ def probe_sum(value: Any) -> Tensor | None:
     first = sums[0].device
     parts = [torch.view_as_real(part).sum() if part.is_complex() else part for part in sums]
     return torch.stack([part.to(first, torch.float32) for part in parts]).sum()
+
+
+def probe_each(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Do the same for each tensor that has numbers: plain ones on a GPU by one call."""
+    pairs = [(tensor.detach(), _may_share_a_call(tensor)) for tensor in tensors]
+    norms = iter(l1_norms([tensor for tensor, is_shared in pairs if is_shared]))
+    probes = [next(norms) if is_shared else probe_sum(tensor) for tensor, is_shared in pairs]
+    return [probe for probe in probes if probe is not None]
+
+
+def _may_share_a_call(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cuda
+        and tensor.dtype in _NARROW
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not is_wrapped(tensor)
+    )
 
 
 def probe_nan(value: Any) -> Tensor | None:

@@ -33,7 +33,7 @@ from hookline.statistics.finiteness import (
     indices_not_finite,
     is_measurable,
     non_finite_kinds,
-    probe_sum,
+    probe_each,
 )
 from hookline.verbs.check.backward import BackwardChecks
 from hookline.verbs.check.finding import SINCE_START, CheckFinding
@@ -148,8 +148,8 @@ def _bad_weight(
         entry for entry in named_tensors(nodes)
         if is_measurable(entry[2]) and (with_buffers or entry[0] == "parameter")
     ]  # fmt: skip
-    sums = [number for _, _, tensor in entries if (number := probe_sum(tensor)) is not None]
-    for index in indices_not_finite(sums):
+    probes = probe_each(tensor for _, _, tensor in entries)
+    for index in indices_not_finite(probes):
         kind, path, tensor = entries[index]
         if non_finite_kinds(tensor) & ~allowed[kind]:
             return finding_of_tensor(kind, path, tensor, step)

@@ -12,6 +12,7 @@ and has passed on.
 from __future__ import annotations
 
 import bisect
+import math
 import re
 import sys
 import threading
@@ -165,7 +166,10 @@ class LossGraph:
             plain = local_part(tensors[0].detach())
             is_number = plain.numel() == 1 and not plain.is_complex()
             self.value = float(plain) if is_number else None
-        kinds = [non_finite_kinds(tensor.detach()) for tensor in tensors]
+        is_known = self.value is not None and math.isfinite(self.value)
+        kinds = [
+            NonFinite.NONE if is_known else non_finite_kinds(tensor.detach()) for tensor in tensors
+        ]  # fmt: skip
         self.is_nan: bool = any(kind & NonFinite.NAN for kind in kinds)
         grad_fns = [tensor.grad_fn for tensor in tensors]
         self._nodes = nodes_of_loss(grad_fns, self._is_run_node, _MOST_NODES)

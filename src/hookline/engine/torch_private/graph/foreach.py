@@ -17,3 +17,8 @@ def subtract_from_all(minuends: list[Tensor], tensors: list[Tensor]) -> None:
     if tensors:
         torch._foreach_neg_(tensors)
         torch._foreach_add_(tensors, minuends)
+
+
+def l1_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the sum of the magnitudes of each tensor of at most 32 bits, in float32."""
+    return list(torch._foreach_norm(tensors, 1, dtype=torch.float32)) if tensors else []
