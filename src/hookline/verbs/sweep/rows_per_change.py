@@ -191,8 +191,9 @@ def _among_others(rows: Tensor, known: Tensor, dim: int) -> Tensor:
     if not known.is_floating_point():
         return torch.cat([known, rows, known, known], dim)
     # Of both signs, and more of one, so that neither a maximum nor a sum misses them.
-    signs = 1 - 2 * (torch.arange(known.numel(), device=known.device) % 3 == 2).to(known.dtype)
-    large = signs.view(known.shape) * _LARGE * (known.abs() + 1)
+    sizes = known.new_full(known.shape, _LARGE)
+    sizes.view(-1)[2::3] = -_LARGE
+    large = sizes * (known.abs() + 1)
     # Against each other, so that a product with one of both is large, and neither sum is 0.
     return torch.cat([large, rows, -large / 2, torch.zeros_like(known)], dim)
 
@@ -220,8 +221,11 @@ def with_further_rows(
         dim = _dim_of_rows(value, known, n)
     parts = [value]
     if stirs:
-        rows = torch.split(value, known.shape[dim], dim)
-        parts = [_among_others(rows[n > 1], known, dim), *rows[N_STIRRED:]]
+        size, n_more = known.shape[dim], max(n - N_STIRRED, 0)
+        parts = [
+            _among_others(value.narrow(dim, size if n > 1 else 0, size), known, dim),
+            value.narrow(dim, (n - n_more) * size, n_more * size),
+        ]
     old = known.expand(len(changes), *known.shape)
     new = _apply_changes(old, changes, are_equal=True)
     return torch.cat([*parts, new.movedim(0, dim).flatten(dim, dim + 1)], dim)
