@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hookline.statistics.difference import Difference
-from hookline.verbs.compare.noise_floor import Floor, eps_of, floor_of, measured_floor
+from hookline.verbs.compare.noise_floor import Floor, eps_of, estimate_floor, measured_floor
 
 BF16, FP32 = 2.0**-7, 2.0**-23
 
@@ -17,24 +17,24 @@ def test_the_coarsest_dtype_counts_and_integers_have_no_noise():
     assert eps_of([torch.float32, torch.bfloat16, torch.int64]) == BF16
     assert eps_of([torch.float64]) < FP32
     assert eps_of([torch.int64, torch.bool]) == eps_of([]) == 0
-    assert floor_of(0.0, "output") == floor_of(0.0, "stored") == Floor()
+    assert estimate_floor(0.0, "output") == estimate_floor(0.0, "stored") == Floor()
     assert eps_of([torch.float4_e2m1fn_x2]) == 0.5
 
 
 @pytest.mark.parametrize("eps", [FP32, BF16])
 def test_what_is_rounded_once_has_the_lowest_floor(eps):
-    floors = [floor_of(eps, kind) for kind in ("stored", "output", "gradient")]
+    floors = [estimate_floor(eps, kind) for kind in ("stored", "output", "gradient")]
     assert floors[0] == Floor(eps, eps, eps, eps)
     relatives = [floor.relative for floor in floors]
     assert relatives == sorted(relatives)
 
 
 def test_floors_grow_with_the_depth_and_end_below_one():
-    shallow, deep = floor_of(FP32, "output", 256), floor_of(FP32, "output", 1024)
-    assert shallow == floor_of(FP32, "output")
+    shallow, deep = estimate_floor(FP32, "output", 256), estimate_floor(FP32, "output", 1024)
+    assert shallow == estimate_floor(FP32, "output")
     assert deep.relative == pytest.approx(2 * shallow.relative)
-    assert floor_of(0.5, "output", 10_000).relative < 1
-    assert floor_of(0.5, "gradient", 10_000).norm_ratio < 1
+    assert estimate_floor(0.5, "output", 10_000).relative < 1
+    assert estimate_floor(0.5, "gradient", 10_000).norm_ratio < 1
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_floors_grow_with_the_depth_and_end_below_one():
     ],
 )
 def test_each_number_can_exceed_the_floor_alone(gap, name):
-    assert floor_of(FP32, "output").exceeded_by(gap) == [name]
+    assert estimate_floor(FP32, "output").exceeded_by(gap) == [name]
 
 
 def test_the_norm_of_few_elements_may_be_off_as_far_as_these():
-    floor = floor_of(FP32, "output")
+    floor = estimate_floor(FP32, "output")
     gap = Difference(5e-6, 1 + 5e-6, 5e-6, 5e-6, numel=1)
     assert floor.exceeded_by(gap) == []
     many = Difference(5e-6, 1 + 5e-6, 5e-6, 5e-6, numel=10**6)

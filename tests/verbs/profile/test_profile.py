@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 from hookline.engine import FakeModel
 from hookline.util import stopwatch
-from hookline.verbs.profile import pass_windows
+from hookline.verbs.profile import costs_by_pass
 from meeting import in_autograds_thread
 from moved_clock import moved_clock
 
@@ -326,8 +326,8 @@ def test_a_failed_call_outside_the_root_fails_no_pass(hand):
 
 
 def test_sums_of_a_long_run_are_whole(hand, monkeypatch):
-    monkeypatch.setattr(pass_windows, "_MOST_NUMBERS", 1)
-    monkeypatch.setattr(pass_windows, "_FEWEST", 3)
+    monkeypatch.setattr(costs_by_pass, "_MOST_NUMBERS", 1)
+    monkeypatch.setattr(costs_by_pass, "_FEWEST", 3)
     prof = timed_passes(hand, range(1, 11))
     assert prof["0"].time == (55, 550, 0)
     assert prof["0"].calls == prof.total.passes == 10

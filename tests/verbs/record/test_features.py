@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
-from hookline.verbs.record.prefix import Prefix
+from hookline.verbs.record.run_to_last_site import PartialForward
 from zoo import Sized
 
 
@@ -328,7 +328,7 @@ def test_a_batch_that_does_not_reach_a_site_is_named(net, image):
 
 def test_a_model_whose_features_were_interrupted_runs_to_its_end():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    prefix = Prefix(model, "0", "features", {})
+    prefix = PartialForward(model, "0", "features", {})
     with pytest.warns(hl.HooklineWarning, match="line was dropped while its hooks were on"):
         del prefix  # as where Ctrl-C came before the block
         gc.collect()

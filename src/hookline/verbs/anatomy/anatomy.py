@@ -33,7 +33,11 @@ from hookline.errors import (
     StructureError,
 )
 from hookline.recordings import PassRecord, Recording
-from hookline.verbs.anatomy.check_whole import check_same_output, refuse_plain_shards, run_output
+from hookline.verbs.anatomy.check_unsharded_output import (
+    check_same_output,
+    refuse_plain_shards,
+    run_output,
+)
 from hookline.verbs.anatomy.identity_errors import error, tolerance
 from hookline.verbs.anatomy.logit_lens import Lens, apply_head
 from hookline.verbs.anatomy.prove_parts import find_and_prove, quiet_without_fastpath

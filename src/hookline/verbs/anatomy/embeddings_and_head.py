@@ -14,7 +14,7 @@ from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import StructureError
 from hookline.verbs.anatomy.claimed_names import Names
-from hookline.verbs.anatomy.identity_errors import error, error_of_rescale, error_up_to_rescale
+from hookline.verbs.anatomy.identity_errors import best_rescale_error, error, error_up_to_rescale
 from hookline.verbs.anatomy.parts import Layer, site_of, stream_site
 from hookline.verbs.anatomy.residual_stream import MATMULS, event_index, walk_back
 from hookline.verbs.anatomy.trace import SUMS, Event, Trace, Value, replay_tokens
@@ -59,7 +59,7 @@ def _stream_addends(stream: Value) -> list[Value]:
     """Return the values that add up to the first stream, each as the module returns it."""
     total = _before_rescales(stream)
     addends = _addends(total)
-    return [_module_embedding(stream)] if addends == [total] and _is_embedded(total) else addends
+    return [_embedding_output(stream)] if addends == [total] and _is_embedded(total) else addends
 
 
 def _why_no_token_embedding(trace: Trace, stream: Value, begin: int) -> str:
@@ -145,7 +145,7 @@ def _values_before_rescales(value: Value) -> Iterator[Value]:
     event = value.maker
     while event is not None and event.name not in (*SUMS, "embedding"):
         # A norm that is written out multiplies the numbers by a second value, made of them.
-        sources = [v for v in event.varying if error_of_rescale(value.tensor, v.tensor) <= 1e-4]
+        sources = [v for v in event.varying if best_rescale_error(value.tensor, v.tensor) <= 1e-4]
         if not sources:
             break
         value = sources[0].origin
@@ -153,7 +153,7 @@ def _values_before_rescales(value: Value) -> Iterator[Value]:
         event = value.maker
 
 
-def _module_embedding(stream: Value) -> Value:
+def _embedding_output(stream: Value) -> Value:
     """Return what the module that embeds returns: it may scale what it looks up, as in Gemma."""
     values = list(_values_before_rescales(stream))
     event = values[-1].maker
@@ -304,7 +304,7 @@ def name_norm_and_logits(trace: Trace, last: Layer, names: Names, vocab_size: in
     start = last.block.post
     heads: dict[str, Head] = {}
     for leaf, value in trace.calls[""][-1].outputs.items():
-        head = _head_of(value, start)
+        head = _make_head(value, start)
         is_new = all(value.origin is not each.logits.origin for each in heads.values())
         if head is not None and is_new:
             heads[str(Site("", "output", leaf))] = head
@@ -329,7 +329,7 @@ def name_norm_and_logits(trace: Trace, last: Layer, names: Names, vocab_size: in
     return head
 
 
-def _head_of(logits: Value, stream: Value) -> Head | None:
+def _make_head(logits: Value, stream: Value) -> Head | None:
     """Return what makes an output of the last stream; None if it is not made of each token."""
     if not logits.tensor.is_floating_point() or logits.origin is stream.origin:
         return None
@@ -372,4 +372,4 @@ def _name_final_norm(trace: Trace, last: Layer, head: Head, product: Event, name
     site = site_of(trace, value, "", is_innermost=True)
     if names.put("ln_final", site):
         needed = [site, stream_site(trace, head.start, last.block)]
-        names.claim("norm(last stream)", ("ln_final",), needed, error_of_rescale)
+        names.claim("norm(last stream)", ("ln_final",), needed, best_rescale_error)

@@ -42,7 +42,7 @@ def error(got: Tensor, expected: Tensor) -> float:
     return _WORSE if math.isnan(worst) else worst
 
 
-def error_of_rescale(after: Tensor, before: Tensor) -> float:
+def best_rescale_error(after: Tensor, before: Tensor) -> float:
     """Return the error of the best scale, norm, or scaled norm that makes one value of another.
 
     A scale has one factor, or one for each channel. A norm divides each token by its root mean
@@ -66,7 +66,7 @@ def error_of_rescale(after: Tensor, before: Tensor) -> float:
 
 def error_up_to_rescale(after: Tensor, before: Tensor) -> float:
     """Return the error of two values as equal ones, or of the best scale or norm between them."""
-    return min(error(before, after), error_of_rescale(after, before))
+    return min(error(before, after), best_rescale_error(after, before))
 
 
 def _with_norms(x: Tensor) -> Iterator[Tensor]:

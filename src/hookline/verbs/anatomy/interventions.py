@@ -70,7 +70,7 @@ class Interventions:
         )
         self._undisturbed = trace.tensor_by_site()
 
-    def set_kinds(self) -> None:
+    def determine_kinds(self) -> None:
         """Give each part its kind.
 
         An MLP takes a change of some tokens to no other token. An attention without what its

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.verbs.anatomy.claimed_names import NO_SITE
-from hookline.verbs.anatomy.identity_errors import CLOSE, error, error_of_rescale
+from hookline.verbs.anatomy.identity_errors import CLOSE, best_rescale_error, error
 from hookline.verbs.anatomy.parts import (
     Layer,
     Part,
@@ -62,7 +62,7 @@ def name_mlp(trace: Trace, layer: Layer) -> None:
     pre, up = _pre_and_up(act, part)
     if pre is None:
         return names.refuse(_MLP, "no function of one value makes the neurons")
-    if _has_other_neurons(part, act, products[-1]):
+    if _has_product_past_neurons(part, act, products[-1]):
         return names.refuse(_MLP, "it also adds a product of other neurons, as a second MLP does")
     values = {"mlp_pre": pre} if up is None else {"mlp_pre": pre, "mlp_gate": pre, "mlp_up": up}
     sites = {name: site_of(trace, value, layer.block.path) for name, value in values.items()}
@@ -79,7 +79,7 @@ def name_mlp(trace: Trace, layer: Layer) -> None:
     return names.claim("act(pre) * up", sites, needed, partial(_neuron_error, events, given, act))
 
 
-def _has_other_neurons(part: Part, act: Value, last: Event) -> bool:
+def _has_product_past_neurons(part: Part, act: Value, last: Event) -> bool:
     """Tell whether a part adds a product of products that pass the neurons by."""
     events, _ = walk_back(part.term.value, [id(act), *map(id, part.term.reads)], 0)
     products = [event for event in events if event.name in MATMULS and event is not last]
@@ -418,7 +418,7 @@ def _name_norms(trace: Trace, layer: Layer, part: Part, core: Event) -> None:
             for before_norm, after_norm in _norms_in(calls[0], made):
                 names.put(name, trace.sites(after_norm, "output", path)[0])
                 needed = [names.sites[name], _input_site(trace, calls[0], before_norm)]
-                names.claim("norm", (name,), needed, error_of_rescale)
+                names.claim("norm", (name,), needed, best_rescale_error)
     lacking = [name for name in ("q_norm", "k_norm") if name not in names.sites]
     names.refuse(lacking, "no module normalises it between its product and the scores")
 
@@ -427,7 +427,7 @@ def _norms_in(call: ModuleCall, wanted_ids: set[int]) -> Iterator[tuple[Value, V
     """Yield the values before and after each norm that a module computes of its inputs."""
     for output, source in zip(call.outputs.values(), call.inputs.values(), strict=False):
         is_other = id(output) in wanted_ids and output.origin is not source.origin
-        if is_other and error_of_rescale(output.tensor, source.tensor) < 1e-4:
+        if is_other and best_rescale_error(output.tensor, source.tensor) < 1e-4:
             yield source, output
 
 

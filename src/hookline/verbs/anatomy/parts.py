@@ -258,7 +258,7 @@ def refuse_several_streams(layer: Layer) -> None:
             raise NoStream(f"{layer.block.path} mixes {n_streams} streams (hyper-connections)")
 
 
-def name_layer(trace: Trace, layer: Layer) -> None:
+def find_named_sites(trace: Trace, layer: Layer) -> None:
     """Find the sites of the names of a layer, whose parts have kinds."""
     block, names = layer.block, layer.names
     names.put("resid_pre", stream_site(trace, block.pre, block), "the block has no input of it")

@@ -28,7 +28,7 @@ from hookline.verbs.anatomy.embeddings_and_head import name_embeddings, name_nor
 from hookline.verbs.anatomy.identity_errors import tolerance
 from hookline.verbs.anatomy.interventions import Interventions
 from hookline.verbs.anatomy.name_inside_parts import name_attention, name_experts, name_mlp
-from hookline.verbs.anatomy.parts import name_layer
+from hookline.verbs.anatomy.parts import find_named_sites
 from hookline.verbs.anatomy.stacks import Stack, find_stacks
 from hookline.verbs.anatomy.stream_claims import claim_stream_identities
 from hookline.verbs.anatomy.trace import Trace
@@ -52,7 +52,7 @@ def find_and_prove(model: nn.Module, trace: Trace, inputs: Sequence[Any]) -> lis
     stacks = _find_stacks(model, trace)
     for stack in stacks:
         _check_enough_tokens(stack, inputs[0])
-        Interventions(model, trace, inputs[0], stack.layers).set_kinds()
+        Interventions(model, trace, inputs[0], stack.layers).determine_kinds()
         _name_parts(model, trace, stack, is_last=stack is stacks[-1])
         _prove_names(model, stack, inputs)
         if stack.head is not None:
@@ -103,7 +103,7 @@ def _scripted_text(model: nn.Module) -> str:
 def _name_parts(model: nn.Module, trace: Trace, stack: Stack, *, is_last: bool) -> None:
     """Find the sites of all names, and claim the identities that prove them."""
     for layer in stack.layers:
-        name_layer(trace, layer)
+        find_named_sites(trace, layer)
         claim_stream_identities(trace, layer)
         name_mlp(trace, layer)
         name_experts(trace, layer, model)

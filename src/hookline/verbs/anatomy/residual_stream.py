@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from hookline.verbs.anatomy.identity_errors import error_of_rescale
+from hookline.verbs.anatomy.identity_errors import best_rescale_error
 from hookline.verbs.anatomy.trace import SCALES, SUMS, Event, ModuleCall, Trace, Value
 
 MATMULS = {
@@ -112,7 +112,7 @@ def block_of(trace: Trace, call: ModuleCall) -> Block:
     alike = [each for each in streams[1:] if each[1].tensor.shape == post.tensor.shape]
     if any(other is not pre and end is not post for other, end, _ in alike):
         raise NoStream(f"{call.path} has {len(streams)} streams")
-    return Block(call.path, call, pre, post, _steps(_stream_values(pre, post, light), call))
+    return Block(call.path, call, pre, post, _stream_steps(_stream_values(pre, post, light), call))
 
 
 def _why_no_stream(call: ModuleCall, begins: list[Value], ends: list[Value]) -> str:
@@ -126,7 +126,7 @@ def _why_no_stream(call: ModuleCall, begins: list[Value], ends: list[Value]) -> 
 def _rescale_text(event: Event) -> str:
     """Say how far a call is from a scale or a norm, if it returns as many numbers as it gets."""
     before, after = event.varying[0].tensor, event.outputs[0].tensor
-    off = error_of_rescale(after, before) if after.dim() > 1 else math.inf
+    off = best_rescale_error(after, before) if after.dim() > 1 else math.inf
     return f", off by {off:.1e} from a scale or a norm on input 1" if off < math.inf else ""
 
 
@@ -197,7 +197,7 @@ def on_every_path(values: Sequence[Value], last: Value) -> list[Value]:
     return gates
 
 
-def _steps(spine: list[Value], call: ModuleCall) -> list[Step]:
+def _stream_steps(spine: list[Value], call: ModuleCall) -> list[Step]:
     on_stream = {id(value) for value in spine}
     steps = []
     for start, end in itertools.pairwise(spine):

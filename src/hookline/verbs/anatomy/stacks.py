@@ -69,7 +69,7 @@ def find_stacks(model: nn.Module, trace: Trace) -> tuple[list[Stack], list[str]]
     """Return the stacks of a model, none inside another; and why chains of blocks are none."""
     chains: list[Stack] = []
     reasons: list[tuple[int, str]] = []
-    for path, calls in _chains(model, trace):
+    for path, calls in _chained_children(model, trace):
         layers = [_layer_or_no_stream(trace, call) for call in calls]
         chains += [Stack(path, run) for run in _connected_layers(layers)]
         reasons += _why_no_stream([model.get_submodule(call.path) for call in calls], layers)
@@ -100,7 +100,7 @@ def _why_no_stream(
             yield len(pairs), why[0]
 
 
-def _chains(model: nn.Module, trace: Trace) -> Iterator[tuple[str, list[ModuleCall]]]:
+def _chained_children(model: nn.Module, trace: Trace) -> Iterator[tuple[str, list[ModuleCall]]]:
     """Yield the children of each module that ran once, each on what the last one returned.
 
     Outer modules come before inner ones. What returns what it gets, as dropout does, is left out.

@@ -194,7 +194,7 @@ class BackwardPreTap(_RawBackwardTap):
         def hook(grads: Grads) -> Grads | None:
             old = outlines.fill(call.outputs, dict(enumerate(grads)))
             new = self._call_hook(call, old)
-            return None if new is None else _gradients_by_slot(call.outputs, new, grads)
+            return None if new is None else _replace_gradients(call.outputs, new, grads)
 
         self.placed += 1
         meeting.subscribe(self._order_or_everywhere(Order.GRAD_HOOK), hook)
@@ -220,7 +220,7 @@ class BackwardPreTap(_RawBackwardTap):
 
     def _on_grad(self, call: _Call, grad: Tensor) -> Tensor | None:
         new = self._call_hook(call, outlines.fill(call.outputs, {0: grad}))
-        return None if new is None else _gradients_by_slot(call.outputs, new, [grad])[0]
+        return None if new is None else _replace_gradients(call.outputs, new, [grad])[0]
 
 
 @final
@@ -268,7 +268,7 @@ class BackwardTap(_RawBackwardTap):
             if call.waits and backward_number() not in call.grad_output:
                 return None  # it bypassed the outputs, as in a second derivative
             new = self._call_hook_with(call, dict(enumerate(grads)))
-            return None if new is None else _gradients_by_slot(call.inputs, new, grads)
+            return None if new is None else _replace_gradients(call.inputs, new, grads)
 
         # It gets what flowed through the module, before an edit (GRAD_EDIT) of the input.
         entered.subscribe(self._order_or_everywhere(Order.HOOK), hook)
@@ -371,7 +371,7 @@ def _torch_outline(output: Any, slot_of: Callable[[Tensor], int | None]) -> Any:
     return tuple(form) if isinstance(output, list) else form
 
 
-def _gradients_by_slot(outline: Any, new: Any, old: Sequence[Tensor | None]) -> Grads:
+def _replace_gradients(outline: Any, new: Any, old: Sequence[Tensor | None]) -> Grads:
     """Return the gradients by slot, with the new ones in place of the old.
 
     Raises:

@@ -68,7 +68,7 @@ class TensorHooks(EverywhereHooks):
         def make(site: Site) -> ParameterTap:
             return ParameterTap(site, self.passes, _HookCallback(hook, str(site)), Order.GRAD_HOOK)
 
-        places = self._each_tensor("grad", selector)
+        places = self._find_tensors("grad", selector)
         return self._hook_places("grad", places, make, prepend=prepend)
 
     def accumulated(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
@@ -110,10 +110,10 @@ class TensorHooks(EverywhereHooks):
             check = check_returns.make_none_check(f"line.accumulated at {site}", "change p.grad")
             return EventTap(site, self.passes, hook, check, spec)
 
-        places = self._each_tensor("accumulated", selector)
+        places = self._find_tensors("accumulated", selector)
         return self._hook_places("accumulated", places, make, prepend=prepend)
 
-    def _each_tensor(self, kind: str, selector: Selector) -> Iterator[tuple[Site, ParameterNode]]:
+    def _find_tensors(self, kind: str, selector: Selector) -> Iterator[tuple[Site, ParameterNode]]:
         """Yield the sites and nodes of the parameters that a selector matches.
 
         A tensor selects itself, whether or not the model holds it. Frozen parameters are left out.

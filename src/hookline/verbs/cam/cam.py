@@ -173,7 +173,7 @@ class _CamRunner:
         sites = [self._last_layer()] if layer is None else select_outputs(self._model, layer)
         forward = self._run_and_read(sites)
         if self._method.needs == "scores":
-            weights = self._scores_of_masks(forward, batch_size)
+            weights = self._masked_scores_by_layer(forward, batch_size)
             self._warn_if_not_repeatable(forward)
             forward = forward._replace(weights=weights)
         raw = {
@@ -234,16 +234,16 @@ class _CamRunner:
         if self._method.needs != "gradients":
             with recording_line(self._model, sites, ("output",)) as run:
                 output = self._run_on(self._images)
-            aim = self._goal(output)
-            scores = None if aim is None else self._finite_scores(aim, output)
+            goal = self._goal(output)
+            scores = None if goal is None else self._finite_scores(goal, output)
             _, activations = self._layers_and_activations(run, sites)
-            return _Forward(activations, activations, aim, scores)
+            return _Forward(activations, activations, goal, scores)
         with recording_line(self._model, sites, ("output", "grad_output")) as run:
             leaf = self._images_with_grad()
             output = self._run_on(leaf)
             layers, activations = self._layers_and_activations(run, sites)
-            aim = self._goal(output)
-            scores = self._backward_from_scores(aim, output, leaf)
+            goal = self._goal(output)
+            scores = self._backward_from_scores(goal, output, leaf)
         gradients = []
         for layer in layers:
             flowed = recorded_gradient(run, layer.site)
@@ -254,14 +254,14 @@ class _CamRunner:
                     "\nName another layer, or method='eigencam' or 'scorecam', which need none."
                 )
             gradients.append(layer.maps(flowed))
-        return _Forward(activations, gradients, aim, scores)
+        return _Forward(activations, gradients, goal, scores)
 
     def _images_with_grad(self) -> Tensor:
         return self._images.detach().clone().requires_grad_()
 
-    def _backward_from_scores(self, aim: Goal | None, output: Any, leaf: Tensor) -> Tensor:
-        assert aim is not None
-        scores = self._finite_scores(aim, output)
+    def _backward_from_scores(self, goal: Goal | None, output: Any, leaf: Tensor) -> Tensor:
+        assert goal is not None
+        scores = self._finite_scores(goal, output)
         if not scores.requires_grad:
             raise InputError(
                 "the score must have a gradient, got none: the model, or target=, runs under"
@@ -297,8 +297,8 @@ class _CamRunner:
                 return None  # the method needs no class, so the model may have none
             raise
 
-    def _finite_scores(self, aim: Goal, output: Any) -> Tensor:
-        scores = aim.scores(output, self._n)
+    def _finite_scores(self, goal: Goal, output: Any) -> Tensor:
+        scores = goal.scores(output, self._n)
         if not bool(scores.isfinite().all()):
             raise InputError(
                 "the score must be finite, got a model output that holds inf or NaN."
@@ -335,7 +335,7 @@ class _CamRunner:
 
     # -- masks -----------------------------------------------------------------------------------
 
-    def _scores_of_masks(self, forward: _Forward, batch_size: int) -> list[Tensor]:
+    def _masked_scores_by_layer(self, forward: _Forward, batch_size: int) -> list[Tensor]:
         check_positive_int("batch_size", batch_size, "Give batch_size=64.")
         assert forward.goal is not None
         scores = []
@@ -360,13 +360,13 @@ class _CamRunner:
                 " such as with one seed; or give method='gradcam', which needs one run."
             )
 
-    def _masked_scores(self, aim: Goal, image: int, channels: Tensor, batch_size: int) -> Tensor:
+    def _masked_scores(self, goal: Goal, image: int, channels: Tensor, batch_size: int) -> Tensor:
         """Compute the score of one image masked by each channel, shape `(channels,)`."""
         scores = []
         for batch in torch.split(channels, batch_size):
             masks = min_max_scaled(self._enlarged(batch[:, None])[:, 0])[:, None].to(self._images)
             output = self._run_on(self._images[image] * masks, slice(image, image + 1))
-            masked_scores = aim.scores(output, len(masks), image)
+            masked_scores = goal.scores(output, len(masks), image)
             if masked_scores.dim() == 0 and len(masks) > 1:
                 raise InputError(
                     "target= must return the score of each masked image for scorecam, got one"

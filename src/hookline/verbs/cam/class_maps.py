@@ -278,7 +278,7 @@ def _pixels(picture: Any) -> Pixels:
         or not (values.min() >= 0 and values.max() <= top)
     ):
         raise InputError(
-            f"image= must hold pictures, got {_described(picture, values)}.\nGive pillow's, an"
+            f"image= must hold pictures, got {_picture_text(picture, values)}.\nGive pillow's, an"
             " array (height, width[, 3]) or a tensor (1 or 3, height, width), with integers from 0"
             " to 255 or floats from 0 to 1."
         )
@@ -286,7 +286,7 @@ def _pixels(picture: Any) -> Pixels:
     return np.broadcast_to(np.round(pixels).astype(np.uint8), (*values.shape[:2], 3))
 
 
-def _described(picture: Any, values: npt.NDArray[Any]) -> str:
+def _picture_text(picture: Any, values: npt.NDArray[Any]) -> str:
     if isinstance(picture, Tensor):
         form = describe.in_full(picture)
     elif values.ndim:

@@ -91,7 +91,7 @@ class BackwardChecks:
         self._at_start = _GradientSnapshot(self._weights)
         selection = Selection(line.module_tree, gradients)
         line.tap(selection, lambda site: _RootGradient(self), Order.RECORD)
-        steps = OptimizerSteps(lambda _: self._passes.is_ours(), self.step_begins, _do_nothing)
+        steps = OptimizerSteps(lambda _: self._passes.is_ours(), self.check_at_step, _do_nothing)
         registrations.register_everywhere("step_pre", steps.before)
         registrations.register_everywhere("backward", self.backward_begins)
 
@@ -153,7 +153,7 @@ class BackwardChecks:
                 outcome.in_backward = None  # the step was skipped, and this is another one
             elif not is_finite and not (
                 # Where gradients accumulate, the first who made them so counts.
-                is_known and self._judged.are_same(self._weights, with_numbers=False)
+                is_known and self._judged.are_same(self._weights, compare_versions=False)
             ):
                 known = outcome.until_step or self._reduced_finding()
                 outcome.in_backward = known or self._find_cause(
@@ -174,7 +174,7 @@ class BackwardChecks:
             return None
         return finding.with_(notes=tuple(note for note in finding.notes if note != _WAITING))
 
-    def _judge_waiting(self, runs: list[CheckedRun], loss: LossGraph | None) -> CheckFinding | None:
+    def _bad_unreduced(self, runs: list[CheckedRun], loss: LossGraph | None) -> CheckFinding | None:
         """Judge the gradients that FSDP2 keeps until a later backward reduces them."""
         model = self._model()
         modules = [] if model is None else model.modules()
@@ -194,7 +194,7 @@ class BackwardChecks:
         """Agree with the other ranks on the finding of this backward, where weights are sharded."""
         if self._checked.sharded_on is None:
             return
-        waiting = self._judge_waiting(runs, loss)
+        waiting = self._bad_unreduced(runs, loss)
         finding = self._checked.earliest(self._outcome.in_backward or self._nan_loss or waiting)
         is_loss = finding is not None and finding.is_loss
         is_waiting = finding is not None and _WAITING in finding.notes
@@ -292,7 +292,7 @@ class BackwardChecks:
         finding = finding if fault is None else fault.added_to(finding)
         return finding.with_(notes=(*notes, *finding.notes))
 
-    def step_begins(self, optimizer: Optimizer, has_gradients: bool) -> None:
+    def check_at_step(self, optimizer: Optimizer, has_gradients: bool) -> None:
         """Raise an error before an optimizer steps with a gradient that is not finite."""
         if not has_gradients:
             return
@@ -331,7 +331,7 @@ class BackwardChecks:
 
     def _nan_loss_of(self, weights: list[tuple[str, Tensor]]) -> CheckFinding | None:
         """Return the loss that was NaN when weights got the finite gradients that they have."""
-        is_same = self._judged.are_same(weights, with_numbers=False)
+        is_same = self._judged.are_same(weights, compare_versions=False)
         return self._nan_loss if is_same else None
 
     def _step_finding(self, stepped: list[tuple[str, Tensor]]) -> CheckFinding:
@@ -422,14 +422,14 @@ class _GradientSnapshot:
             for weight, grad in ((weight, weight.grad) for _, weight in weights)
         }
 
-    def are_same(self, weights: list[tuple[str, Tensor]], *, with_numbers: bool = True) -> bool:
-        """Tell whether weights have the gradients they had; `with_numbers`, unwritten since."""
+    def are_same(self, weights: list[tuple[str, Tensor]], *, compare_versions: bool = True) -> bool:
+        """Tell whether weights have the gradients they had; `compare_versions`, unwritten since."""
         for _, weight in weights:
             grad, before = weight.grad, self._grads.get(id(weight), _ABSENT)
             if grad is None or before is None:
                 if (grad is None) != (before is None):
                     return False
-            elif before[0]() is not grad or (with_numbers and before[1] != _version_here(grad)):
+            elif before[0]() is not grad or (compare_versions and before[1] != _version_here(grad)):
                 return False
         return True
 

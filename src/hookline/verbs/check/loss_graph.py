@@ -370,7 +370,7 @@ def _as_signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def _reduction(function: Callable[..., Tensor]) -> Callable[[Any, list[Any]], Tensor]:
+def _make_reduction(function: Callable[..., Tensor]) -> Callable[[Any, list[Any]], Tensor]:
     def compute(node: Any, inputs: list[Any]) -> Tensor:
         dims = node._saved_dim
         dims = [_as_signed(dim) for dim in (dims if isinstance(dims, tuple) else (dims,))]
@@ -414,9 +414,9 @@ _COMPUTED: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "DivBackward0": _binary(torch.div),
     "AddBackward0": lambda node, inputs: torch.add(*inputs, alpha=node._saved_alpha),
     "SubBackward0": lambda node, inputs: torch.sub(*inputs, alpha=node._saved_alpha),
-    "SumBackward1": _reduction(torch.sum),
+    "SumBackward1": _make_reduction(torch.sum),
     "MeanBackward0": _mean,
-    "MeanBackward1": _reduction(torch.mean),
+    "MeanBackward1": _make_reduction(torch.mean),
     "PowBackward0": lambda node, inputs: torch.pow(inputs[0], node._saved_exponent),
     "NllLossBackward0": _nll,
 }

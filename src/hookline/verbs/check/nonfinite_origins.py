@@ -164,7 +164,7 @@ class FunctionNames(TorchFunctionMode):
         finally:
             self.name, self._arguments = before
 
-    def kinds_written_out(self, tensor: Tensor) -> NonFinite:
+    def literal_kinds(self, tensor: Tensor) -> NonFinite:
         """Return the kinds of numbers that the running call writes out, and torch made a tensor of.
 
         It makes one of `nan` in `x[0] = nan`. A tensor that the call was given has none.
@@ -240,7 +240,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind, name = self._outside.kind_and_name(tensor)
         by_kind = {"parameter": NonFinite.NONE, "input": NonFinite.MINUS_INF}
         allowed = by_kind.get(kind, NonFinite.INF | NonFinite.MINUS_INF)
-        allowed |= self._names.kinds_written_out(tensor) if kind == "constant" else NonFinite.NONE
+        allowed |= self._names.literal_kinds(tensor) if kind == "constant" else NonFinite.NONE
         origin = None
         if kinds & ~allowed:
             origin = Origin(

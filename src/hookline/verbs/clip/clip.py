@@ -104,7 +104,7 @@ class ClipLine(FinalizingLine[RawLine]):
         with self._line.all_or_nothing():
             if is_total:
                 self._tallies.append(Tally("total"))
-                self._clip_total(selection)
+                self._clip_total_norm(selection)
             elif weights:
                 self._clip_parameters(Selection(self._line.module_tree, weights))
             if between:
@@ -150,7 +150,7 @@ class ClipLine(FinalizingLine[RawLine]):
 
         self._line.hook_accumulated(selection, on_accumulated, Order.ACCUMULATED_EDIT)
 
-    def _clip_total(self, selection: Selection) -> None:
+    def _clip_total_norm(self, selection: Selection) -> None:
         parameters = [node.tensor for _, node in selection.places]  # type: ignore[union-attr]
         limit, tally = self._limit, self._tallies[0]
 

@@ -66,7 +66,7 @@ def take_common_items(a: Side, b: Side) -> tuple[tuple[Side, Side], list[Finding
         return (a, b), []
     common, ours, theirs = np.intersect1d(*items, return_indices=True)
     if len(common) and _have_one_numbering(a.store, b.store, items):
-        return (_take_items(a, ours), _take_items(b, theirs)), [_finding_of_alone(items, common)]
+        return (_take_items(a, ours), _take_items(b, theirs)), [_find_unshared(items, common)]
     counts = [plural(len(numbers), "item") for numbers in items]
     if counts[0] != counts[1]:  # shapes differ, too
         return (a, b), [Finding("inputs", f"{counts[0]} in a and {counts[1]} in b")]
@@ -92,7 +92,7 @@ def _take_items(side: Side, items: NDArray[np.int64]) -> Side:
     return replace(side, entries=entries)
 
 
-def _finding_of_alone(items: tuple[NDArray[np.int64], ...], common: NDArray[np.int64]) -> Finding:
+def _find_unshared(items: tuple[NDArray[np.int64], ...], common: NDArray[np.int64]) -> Finding:
     alone = [np.setdiff1d(numbers, common) for numbers in items]
     texts = [
         f"{plural(len(numbers), 'item')} only in {label} ({_item_text(numbers)})"

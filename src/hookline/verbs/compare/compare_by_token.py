@@ -28,14 +28,14 @@ from hookline.verbs.compare.measure import (
     measure_values,
     pair_leaves,
 )
-from hookline.verbs.compare.rank_groups import Group, groups_of
+from hookline.verbs.compare.rank_groups import Group, group_ranks
 from hookline.verbs.compare.read_sides import Entry, Side, check_passes_of_ranks, groups_as_passes
 from hookline.verbs.compare.token_alignment import (
     Alignment,
     ByPass,
     Layout,
+    agree_on,
     align,
-    match_on,
     shapes_of,
 )
 from hookline.verbs.shared.kv_cache import CACHES
@@ -118,7 +118,7 @@ def _try_align(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | No
     has_groups = any(len(of_side) > 1 for of_side in groups)
     alignment = align(ours, theirs, with_copies=has_groups)
     n_matched = 0 if isinstance(alignment, str) else alignment.n_sequences
-    if n_matched < len(ours.contents) and match_on(ours.grids, theirs.grids, "owner", "row_owner"):
+    if n_matched < len(ours.contents) and agree_on(ours.grids, theirs.grids, "owner", "row_owner"):
         return Aligned(sides)  # one layout: the inputs differ, which the findings say
     if isinstance(alignment, str):
         return Aligned(sides, why=alignment)
@@ -150,7 +150,7 @@ def _unmatched_ranks_note(other: str, layout: Layout, groups: Sequence[Group]) -
 def _rank_groups(side: Side) -> list[Group]:
     """Return the groups of ranks with the same rows; none for a side of one process."""
     source = side.source
-    return groups_of(source) if isinstance(source, Recording) and source.ranks else []
+    return group_ranks(source) if isinstance(source, Recording) and source.ranks else []
 
 
 def _given_by_side(tokens: Any) -> tuple[Any, Any]:

@@ -31,7 +31,7 @@ from hookline.verbs.compare.comparison import (
 )
 from hookline.verbs.compare.flipped_choices import is_flipped_by_noise
 from hookline.verbs.compare.measure import Measured, measure_values
-from hookline.verbs.compare.noise_floor import Floor, eps_of, floor_of, measured_floor
+from hookline.verbs.compare.noise_floor import Floor, eps_of, estimate_floor, measured_floor
 from hookline.verbs.compare.pair_by_name import Pairing
 from hookline.verbs.compare.prefetch import Values, prefetch_pairs
 from hookline.verbs.compare.read_sides import Entry, Side
@@ -161,7 +161,7 @@ class Judge:
         why = _exceeded_text(gap, exceeded, is_exact=not eps_of(pair.dtypes)) if gap.differs else ""
         if verdict == "noise" and self.eps > self._stored_eps:
             depth = max(ours.n_modules, theirs.n_modules)
-            exceeded = floor_of(self._stored_eps, entry.kind, depth).exceeded_by(gap)
+            exceeded = estimate_floor(self._stored_eps, entry.kind, depth).exceeded_by(gap)
             why = f"{_exceeded_text(gap, exceeded, is_exact=False)}: {IN_TF32}" if exceeded else ""
         return row(
             verdict, relative=gap.relative, norm_ratio=gap.norm_ratio, worst_row=gap.worst_row,
@@ -185,10 +185,10 @@ class Judge:
                 )
             )
         if entry.kind == "stored" and not entry.is_input:
-            return floor_of(eps, "stored")
+            return estimate_floor(eps, "stored")
         self._stored_eps = max(self._stored_eps, eps)
         self.eps = max(self.eps, eps, ROUNDING["tf32" if self._is_in_tf32(pair) else "ieee"])
-        return floor_of(self.eps, entry.kind, n_modules)
+        return estimate_floor(self.eps, entry.kind, n_modules)
 
     def _is_in_tf32(self, pair: Measured) -> bool:
         """Tell whether a GPU multiplied in TF32 for one of two tensors."""

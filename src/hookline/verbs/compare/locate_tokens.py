@@ -81,7 +81,7 @@ def locate_tokens(
     Returns:
         The tokens, or the reason why they are not known.
     """
-    numbered = passes_of(source, groups)
+    numbered = passes_by_number(source, groups)
     inputs = given if isinstance(given, Sequence) else [given] * len(numbered)
     if len(inputs) != len(numbered):
         return f"tokens must have a dict for each of {len(numbered)} passes, got {len(inputs)}"
@@ -99,7 +99,7 @@ def locate_tokens(
     return reader.tokens
 
 
-def passes_of(
+def passes_by_number(
     source: Recording | PassRecord, groups: Sequence[Group] = ()
 ) -> dict[int, PassRecord]:
     """Return the passes with values that tell the tokens, by number.

@@ -81,7 +81,7 @@ def four_numbers_of(gap: Difference) -> tuple[float, float, float, float]:
     return gap.relative, abs(gap.norm_ratio - 1), gap.worst_row, gap.worst_element
 
 
-def floor_of(eps: float, kind: Kind, n_modules: int = 0) -> Floor:
+def estimate_floor(eps: float, kind: Kind, n_modules: int = 0) -> Floor:
     """Return the floor of values that were computed with this eps.
 
     Args:

@@ -40,7 +40,7 @@ def all_ranks(source: Recording) -> Group:
     return Group(source, tuple(range(len(source.ranks))))
 
 
-def groups_of(source: Recording) -> list[Group]:
+def group_ranks(source: Recording) -> list[Group]:
     """Return the groups of the ranks, in their order.
 
     Ranks without recorded inputs, and stages of a pipeline behind the first, join the only group if

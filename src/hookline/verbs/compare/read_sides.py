@@ -183,7 +183,7 @@ def read_side(given: Any, name: str, dims: Dims | None = None) -> Side:
     if isinstance(given, str | os.PathLike):
         given = _open_place(given)
     if isinstance(given, Recording | PassRecord):
-        side = _side_of_recording(given, dims)
+        side = _side_from_recording(given, dims)
     elif isinstance(given, Store):
         entries = [Entry(_path(site), "", partial(given.__getitem__, site)) for site in given.sites]
         side = Side("store", _sort_children_first(entries), store=given)
@@ -234,7 +234,7 @@ def _lazy_safetensors(path: Path) -> Mapping[str, Any]:
 # -- recordings ----------------------------------------------------------------------------------
 
 
-def _side_of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
+def _side_from_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     if isinstance(source, PassRecord):
         of_pass = [_recorded_entry(value, "", {}) for value in walk_values(source)]
         return Side("recording", of_pass, source=source, settings=_all_settings([source]))
@@ -386,13 +386,13 @@ def _names_to_sites(arrays: Side, recording: Side, names: Container[str]) -> Sid
     entries = [
         replace(entry, kind="output")
         if entry.path in paths or entry.path in names
-        else _moved_to_site(entry, paths)
+        else _place_at_named_site(entry, paths)
         for entry in arrays.entries
     ]
     return replace(arrays, entries=entries)
 
 
-def _moved_to_site(entry: Entry, paths: Container[str]) -> Entry:
+def _place_at_named_site(entry: Entry, paths: Container[str]) -> Entry:
     """Return an array at the site that its name spells."""
     number = re.search(r"(#backward\d+)?(#pass\d+)?$", entry.path)
     suffix = number[0] if number else ""

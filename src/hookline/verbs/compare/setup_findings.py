@@ -194,7 +194,7 @@ def find_model_differences(side_a: Side, side_b: Side, *, does_differ: bool) -> 
         return [Finding("model", f"{text} until then, or save the recording while it is there")]
     a, b = ([model for model in side.identify() if model is not None] for side in (side_a, side_b))
     if len(a) == len(b):
-        return _findings_by_rank(a, b)
+        return _compare_rank_models(a, b)
     if not a or not b or any(_are_pipeline_stages(models) for models in (a, b)):
         return []
     of_parts = list(_weights_not_compared("a", a)) + list(_weights_not_compared("b", b))
@@ -202,7 +202,7 @@ def find_model_differences(side_a: Side, side_b: Side, *, does_differ: bool) -> 
     return [*_identity_differences(known, b[0]), *(of_parts if does_differ else ())]
 
 
-def _findings_by_rank(a: list[RecordedModel], b: list[RecordedModel]) -> list[Finding]:
+def _compare_rank_models(a: list[RecordedModel], b: list[RecordedModel]) -> list[Finding]:
     """Compare the model of each rank with that of the same rank; what comes first is said."""
     of_ranks = [list(_identity_differences(*pair)) for pair in zip(a, b, strict=True)]
     rank = next((rank for rank, findings in enumerate(of_ranks) if findings), None)

@@ -17,10 +17,10 @@ def flags_of(side: Side) -> list[str]:
     """Return the flags of torch that had a GPU compute a side in TF32; empty if none did."""
     kinds = set(side.modules.values())
     flags = [flag for settings in side.settings for flag in settings.tf32_flags(kinds)]
-    return list(dict.fromkeys(flags)) if flags and _ran_on_gpu(side) else []
+    return list(dict.fromkeys(flags)) if flags and _ran_on_tf32_gpu(side) else []
 
 
-def _ran_on_gpu(side: Side) -> bool:
+def _ran_on_tf32_gpu(side: Side) -> bool:
     """Tell whether a side was computed on a GPU that has TF32, as far as known."""
     if side.lies_in_folder:
         return any("cuda" in model.device for model in side.identify() if model is not None)

@@ -120,9 +120,9 @@ class Alignment:
     @cached_property
     def _ends_alike(self) -> bool:
         """Tell whether each row ends with the same tokens and padding in both recordings."""
-        return self._row_ends(0) == self._row_ends(1)
+        return self._places_by_row(0) == self._places_by_row(1)
 
-    def _row_ends(self, side: int) -> dict[tuple[str, int], list[int]]:
+    def _places_by_row(self, side: int) -> dict[tuple[str, int], list[int]]:
         """Return the places of the tokens of each row from its first token on; -1 for padding."""
         rows: dict[tuple[str, int], list[int]] = {}
         of_passes = [item for streams in self.places[side].values() for item in streams.items()]
@@ -256,7 +256,7 @@ def align(a: Tokens, b: Tokens, *, with_copies: bool = False) -> Alignment | str
     """
     pairs, is_known = _match_sequences(a, b)
     if not pairs:
-        return f"the inputs differ: no sequence is in both{_example(a, b)}"
+        return f"the inputs differ: no sequence is in both{_first_tokens_text(a, b)}"
     if with_copies and is_known:
         pairs = _add_copies(a, b, pairs)
     lengths, notes = _common_lengths(a, b, pairs)
@@ -270,8 +270,8 @@ def align(a: Tokens, b: Tokens, *, with_copies: bool = False) -> Alignment | str
     spans = {stream: Span.of(counts, is_cut=is_cut) for stream, counts in lengths.items()}
     places = _common_places(a, ours, spans), _common_places(b, theirs, spans)
     alignment = Alignment(
-        places, spans, len(pairs), match_on(*places, "tokens", "rows"), notes=notes,
-        covers_all=not lengths_differ and not alone, origins=_first_copies(pairs),
+        places, spans, len(pairs), agree_on(*places, "tokens", "rows"), notes=notes,
+        covers_all=not lengths_differ and not alone, origins=_first_equal_pairs(pairs),
     )  # fmt: skip
     alignment.positions = _position_difference(a, b, alignment)
     return alignment
@@ -330,7 +330,7 @@ def _add_copies(a: Tokens, b: Tokens, pairs: list[tuple[int, int]]) -> list[tupl
     return pairs + more
 
 
-def _first_copies(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
+def _first_equal_pairs(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
     """Return for each pair the first with the same sequence, by side; None if none comes twice."""
     of_sides = []
     for side in (0, 1):
@@ -423,7 +423,7 @@ def _common_places(tokens: Tokens, sequences: Sequence[int], spans: Mapping[str,
     }
 
 
-def match_on(
+def agree_on(
     a: Mapping[int, Mapping[str, Any]], b: Mapping[int, Mapping[str, Any]], *names: str
 ) -> bool:
     """Tell whether two recordings have equal tensors of these names in all passes and streams."""
@@ -466,7 +466,7 @@ def _positions_in_order(tokens: Tokens, places: Layout, stream: str, n_places: i
     return positions
 
 
-def _example(a: Tokens, b: Tokens) -> str:
+def _first_tokens_text(a: Tokens, b: Tokens) -> str:
     """Show how the first sequences of two recordings begin."""
     texts = []
     for name, tokens in (("a", a), ("b", b)):

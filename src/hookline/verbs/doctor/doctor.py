@@ -169,7 +169,7 @@ def _observe_silent(model: nn.Module, inputs: Any, selection: Selection, facts: 
         if not fired.get(site)
     }
     idle = silent - ran
-    facts.differing = _differs_when_hooked(selection, facts, ran)
+    facts.differing = _find_differing_module(selection, facts, ran)
     if silent and facts.differing is None:
         facts.differing = _differing(facts.nodes, ran, _observe(model, inputs, facts.nodes))
     if not idle or facts.differing is not None:
@@ -199,7 +199,7 @@ def _newly_called(node: ModuleNode, facts: Facts) -> bool:
     return use is not None and use.within == node.path and id(node.module) not in has_run
 
 
-def _differs_when_hooked(selection: Selection, facts: Facts, ran: set[int]) -> ModuleNode | None:
+def _find_differing_module(selection: Selection, facts: Facts, ran: set[int]) -> ModuleNode | None:
     """Find a selected module that was called in the hooked run or in that without hooks alone."""
     run = facts.run
     if run is None or facts.observations.fast:  # hooks switch torch's fast paths off

@@ -175,7 +175,7 @@ def _run(
         with untouched(model), line:
             line.tap(selection, _bind_no_op, Order.RECORD)
             if len(forward_selection):
-                line.tap(forward_selection, lambda site: _note_values(site, run), Order.RECORD)
+                line.tap(forward_selection, lambda site: _noting_callback(site, run), Order.RECORD)
             _run_forward_backward(model, inputs, line, run)
             run.overwritten = {key for key, value in run.values.items() if value.is_overwritten}
             _count_fired(line, run)
@@ -236,7 +236,7 @@ def _do_nothing(current: Pass, value: Any) -> None:
     """Do nothing, because the tap counts the values."""
 
 
-def _note_values(site: Site, run: TrialRun) -> Bound:
+def _noting_callback(site: Site, run: TrialRun) -> Bound:
     key = site.path, site.port
 
     def callback(current: Pass, value: Any) -> None:

@@ -107,7 +107,7 @@ def indices(name: str, given: Any, *, allows_negative: bool) -> Indices | None:
     """
     if given is None:
         return None
-    read = _span(name, given) if isinstance(given, slice) else _numbers(name, given)
+    read = _span(name, given) if isinstance(given, slice) else _parse_numbers(name, given)
     if read.counts_from_end and not allows_negative:
         raise AttachError(
             f"{name} must not be negative, because the last step is not known beforehand, got"
@@ -127,7 +127,7 @@ def _span(name: str, given: slice) -> Indices:
     return Indices(name, None, span)
 
 
-def _numbers(name: str, given: Any) -> Indices:
+def _parse_numbers(name: str, given: Any) -> Indices:
     whole = _to_python_numbers(given)
     is_single = isinstance(whole, str | bytes) or not isinstance(whole, Iterable)
     numbers = dict.fromkeys(_checked_integer(name, n) for n in ([whole] if is_single else whole))

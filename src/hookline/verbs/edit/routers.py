@@ -108,8 +108,8 @@ class RerouteAt:
             raise missing_site_error("reroute")
         if moment is None:
             return in_graph.refuse("hl.edits.reroute", where, "it cannot tell its run and call")
-        now = _router_output(value, f"the output of {where}")
-        then = _router_output(self._recorded.at(moment), f"the recorded output of {where}")
+        now = _parse_router_output(value, f"the output of {where}")
+        then = _parse_router_output(self._recorded.at(moment), f"the recorded output of {where}")
         if now.logits.shape != then.logits.shape or now.indices.shape != then.indices.shape:
             raise StructureError(
                 f"hl.edits.reroute must find one choice for each token at {where}: expected"
@@ -125,7 +125,7 @@ class RerouteAt:
         return leaves.put(leaves.put(value, (1,), scores, where), (2,), indices.clone(), where)
 
 
-def _router_output(value: Any, what: str) -> _RouterOutput:
+def _parse_router_output(value: Any, what: str) -> _RouterOutput:
     """Return the parts of a router's output.
 
     Raises:

@@ -120,8 +120,8 @@ def read_tokens(inputs: Mapping[str, Any]) -> PassTokens:
     sizes = _sizes(named, "decoder_input_ids", "decoder_inputs_embeds", "labels")
     is_pair = "decoder_input_ids" in named or "decoder_inputs_embeds" in named
     if not is_pair:
-        return PassTokens(_tokens(named, _main_sizes(named), has_cache=True), None)
-    main = _tokens(named, _main_sizes(named), has_cache=False)
+        return PassTokens(_tokens(named, _rows_and_columns(named), has_cache=True), None)
+    main = _tokens(named, _rows_and_columns(named), has_cache=False)
     return PassTokens(main, _tokens(named, sizes, "decoder_", has_cache=True))
 
 
@@ -134,7 +134,7 @@ def _sizes(named: Mapping[str, Any], *names: str) -> tuple[int, int] | None:
     return None
 
 
-def _main_sizes(named: Mapping[str, Any]) -> tuple[int, int] | None:
+def _rows_and_columns(named: Mapping[str, Any]) -> tuple[int, int] | None:
     sizes = _sizes(named, "input_ids", "inputs_embeds")
     if sizes is not None:
         return sizes

@@ -236,7 +236,7 @@ class _Replica:
             self._process.apply()
             self._worker = self._open.enter_context(_fetch_setup(self._setup[0]).worker())
             self._worker.forms = {form.name: form for form in self._job.columns}
-            _check_model(self._worker, self._job)
+            _check_model_copy(self._worker, self._job)
         # The driver reads what it needs from the file of each shard.
         write_shards(self._place, self._worker, self._job, numbers, lambda shard: None)
 
@@ -294,7 +294,7 @@ class _ProcessState:
                 import_torchvision()
 
 
-def _check_model(worker: Worker, job: Job) -> None:
+def _check_model_copy(worker: Worker, job: Job) -> None:
     """Compare the values that this actor's copy of the model gives for the first batch.
 
     Raises:

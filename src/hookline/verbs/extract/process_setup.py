@@ -21,7 +21,7 @@ from hookline.verbs.extract.options import Extracting
 from hookline.verbs.extract.worker import Worker
 from hookline.verbs.record.float32_reductions import call_in_float32
 from hookline.verbs.record.keep import Keep
-from hookline.verbs.record.prefix import Prefix
+from hookline.verbs.record.run_to_last_site import PartialForward
 from hookline.verbs.record.track_model_state import KeptState
 from hookline.verbs.shared.rerun import in_eval_mode
 
@@ -62,7 +62,7 @@ class Setup:
         is_eval = options.get("eval", True)
         # The block begins at once: an error in between would leave hooks on the model.
         with (
-            Prefix(self.model, self.selector, "extract", keeping) as prefix,
+            PartialForward(self.model, self.selector, "extract", keeping) as prefix,
             in_eval_mode(prefix.modules) if is_eval else nullcontext(),
         ):
             prefix.state = state

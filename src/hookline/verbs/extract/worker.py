@@ -24,7 +24,7 @@ from hookline.stores.first_batch_summary import ComputePrecision, summary_of
 from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Chunk, ColumnForm
 from hookline.verbs.extract.call_hint import suggest_inputs
-from hookline.verbs.record.prefix import Prefix
+from hookline.verbs.record.run_to_last_site import PartialForward
 
 _MOST_AHEAD = 2  # batches that wait for the device
 
@@ -48,7 +48,7 @@ class Worker:
 
     def __init__(
         self,
-        prefix: Prefix,
+        prefix: PartialForward,
         source: DataSource,
         inputs: Any,
         mask: MaskOption,
@@ -288,7 +288,7 @@ def _check_reached(missing: Sequence[Site], passes: Sequence[PassRecord], number
 _CPU = torch.device("cpu")
 
 
-def _device_of(prefix: Prefix) -> torch.device:
+def _device_of(prefix: PartialForward) -> torch.device:
     """Return the device of the model's first parameter; the CPU if it has none."""
     first = next(prefix.modules[0].parameters(), None)
     return _CPU if first is None else first.device

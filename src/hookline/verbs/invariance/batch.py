@@ -255,7 +255,7 @@ class Batch:
         return replace(self, args=tuple(map(change, self.args)), named=named)
 
 
-def batch_of(model: nn.Module, inputs: Any) -> Batch:
+def batch_from_inputs(model: nn.Module, inputs: Any) -> Batch:
     """Return the arguments that inputs give to a model."""
     args, kwargs = arguments_of(inputs)
     signature = signature_of(model)

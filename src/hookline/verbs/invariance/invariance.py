@@ -14,9 +14,9 @@ from hookline.errors import InputError
 from hookline.findings import Finding
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.compare.tf32 import IN_TF32
-from hookline.verbs.invariance.batch import NotApplicable, batch_of
+from hookline.verbs.invariance.batch import NotApplicable, batch_from_inputs
 from hookline.verbs.invariance.checks import CHECKS
-from hookline.verbs.invariance.reasons import Reason, differs, holds, outputs_of, reason_of
+from hookline.verbs.invariance.reasons import Reason, differs, holds, outputs_of, prove_reason
 from hookline.verbs.invariance.result import Checked, Invariance, Outcome
 from hookline.verbs.invariance.trials import Trials, compare_runs
 from hookline.verbs.shared.failing_module import find_failing_module
@@ -94,7 +94,7 @@ def invariance(
         )
     refuse_meta_tensors("hl.invariance", model, inputs)
     names = _chosen_checks(only)
-    batch = batch_of(model, without_list(model, inputs))
+    batch = batch_from_inputs(model, without_list(model, inputs))
     n_earlier = n_cached_tokens(find_cache(batch.named))
     if batch.ids and n_earlier:
         raise InputError(
@@ -165,7 +165,7 @@ def _run_check(name: str, trials: Trials) -> tuple[Checked, Reason | None]:
     except NotApplicable as error:
         return Checked(name, "not applicable", why=str(error)), None
     except Exception as error:  # whatever the user's model raises
-        reason = reason_of(name, trials, None)
+        reason = prove_reason(name, trials, None)
         return Checked(name, "fails", why=_why_it_fails(trials, error, reason)), reason
     try:
         comparison = compare_runs(*runs)
@@ -179,9 +179,9 @@ def _run_check(name: str, trials: Trials) -> tuple[Checked, Reason | None]:
     if holds(comparison):
         why = _inner_differences(comparison) or _tf32_remark(comparison)
         return Checked(name, "holds", _largest(outputs), "", None, why, comparison), None
-    reason = reason_of(name, trials, comparison)
+    reason = prove_reason(name, trials, comparison)
     outcome: Outcome = "may differ" if reason is not None and reason.is_expected else "differs"
-    located = comparison if outcome == "may differ" else _with_inputs(name, trials, comparison)
+    located = comparison if outcome == "may differ" else _locate_by_inputs(name, trials, comparison)
     site = "" if located.first is None else located.first.site
     why = _first_problem(located) if reason is None else reason.text
     return Checked(name, outcome, _largest(outputs), site, located.suspect, why, comparison), reason
@@ -219,7 +219,7 @@ def _tf32_remark(comparison: Comparison) -> str:
     return next((finding.text for finding in comparison.findings if finding.kind == "floor"), "")
 
 
-def _with_inputs(name: str, trials: Trials, comparison: Comparison) -> Comparison:
+def _locate_by_inputs(name: str, trials: Trials, comparison: Comparison) -> Comparison:
     """Compare once more with the inputs of all modules, which tell a module from what feeds it."""
     if name == "checkpointed":  # whose sites are compared with gradients
         return comparison

@@ -70,7 +70,7 @@ def differs(comparison: Comparison) -> bool:
     return any(row.verdict == "differs" for row in outputs_of(comparison))
 
 
-def reason_of(name: str, trials: Trials, comparison: Comparison | None) -> Reason | None:
+def prove_reason(name: str, trials: Trials, comparison: Comparison | None) -> Reason | None:
     """Return the proven reason why a check does not hold; None if it is not known."""
     case = FailedCheck(name, trials, comparison)
     for reason in _REASONS.get(name, (_training_mode,)):

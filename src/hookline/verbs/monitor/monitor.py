@@ -30,8 +30,8 @@ from hookline.verbs.monitor.loss_scale import LossScale
 from hookline.verbs.monitor.options import (
     ChosenSites,
     checked_every,
-    checked_number,
     checked_statistics,
+    checked_step_number,
     choose_sites,
 )
 from hookline.verbs.monitor.parameters import Parameters
@@ -77,7 +77,7 @@ class MonitorLine(FinalizingLine[EverywhereHooks]):
 
     @first.setter
     def first(self, number: int) -> None:
-        first = checked_number("line.first", number, "line.first = 99")
+        first = checked_step_number("line.first", number, "line.first = 99")
         self._steps.set_interval(self.every, first)
 
     @property
@@ -91,7 +91,7 @@ class MonitorLine(FinalizingLine[EverywhereHooks]):
 
     @step.setter
     def step(self, number: int) -> None:
-        self._steps.set_number(checked_number("line.step", number, "line.step = 1000"))
+        self._steps.set_number(checked_step_number("line.step", number, "line.step = 1000"))
 
     def begin_step(self, number: int) -> None:
         """Begin a step that a trainer numbers, and at whose end an optimizer steps."""
@@ -162,7 +162,7 @@ def _log_function(steps: TrainingSteps) -> Callable[[dict[str, float | Tensor], 
                 "\nCall it inside the block: with hl.monitor(model) as seen."
             )
         example = "seen.log(loss=loss, step=12)"
-        number = None if step is None else checked_number("step=", step, example)
+        number = None if step is None else checked_step_number("step=", step, example)
         live.log(numbers, number)
 
     return log

@@ -40,7 +40,7 @@ def checked_every(every: Any) -> int:
     return int(every)
 
 
-def checked_number(name: str, number: Any, example: str) -> int:
+def checked_step_number(name: str, number: Any, example: str) -> int:
     """Return the number of a step.
 
     Args:
@@ -109,7 +109,7 @@ def choose_sites(line: Line, selector: Selector, ports: str | Sequence[str] | No
     of_modules: list[Any] = []
     parameters: dict[Site, ParameterNode] = {}
     for part in parts:
-        modules, measured = _choose_of_part(line, part, names)
+        modules, measured = _choose_by_selector(line, part, names)
         of_modules += modules
         parameters.update(measured)
     order = {id(node.tensor): k for k, node in enumerate(line.module_tree.tensors)}
@@ -122,7 +122,7 @@ def choose_sites(line: Line, selector: Selector, ports: str | Sequence[str] | No
     return ChosenSites(Selection(line.module_tree, of_modules), in_order)
 
 
-def _choose_of_part(
+def _choose_by_selector(
     line: Line, selector: Selector, names: tuple[str, ...]
 ) -> tuple[list[Any], list[tuple[Site, ParameterNode]]]:
     selector, names = _split_off_kind(selector, names)

@@ -134,9 +134,9 @@ class RankGatherer:
             except RanksError as error:
                 self._is_alone, self._version = True, -1
                 warn(f"hl.monitor shows this rank's numbers alone: {error}")
-        return self._layout_alone(sites, version), packed_slots.cpu().numpy()[None]
+        return self._layout_of_one_rank(sites, version), packed_slots.cpu().numpy()[None]
 
-    def _layout_alone(self, sites: list[SiteSlots], version: int) -> Layout:
+    def _layout_of_one_rank(self, sites: list[SiteSlots], version: int) -> Layout:
         if version != self._version:
             entries = [
                 Entry(site.name, number, width)

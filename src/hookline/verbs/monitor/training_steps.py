@@ -317,7 +317,7 @@ class TrainingSteps:
         last = self._pairs.pair_with_last(optimizer)
         if last is not None:
             self._goes_on = self._goes_on or not self._has_stepped
-            self._warn_of_shared(last, optimizer)
+            self._warn_of_shared_parameter(last, optimizer)
         if self._slots.is_on:
             self._scaling.find_scaler(self.number)
             self._measured.measure_before(optimizer, has_grads=closure_of(args, kwargs) is None)
@@ -478,7 +478,7 @@ class TrainingSteps:
         logged = self._logged.report_and_take(number)
         self._add(StepReport(number, time.time(), layout, slots, order, logged))
 
-    def _warn_of_shared(self, last: Optimizer, optimizer: Optimizer) -> None:
+    def _warn_of_shared_parameter(self, last: Optimizer, optimizer: Optimizer) -> None:
         """Warn, once, if an optimizer steps what another has just stepped: who ends the step?"""
         if self._has_told_shared or self._held_by(last).isdisjoint(self._held_by(optimizer)):
             return

@@ -7,7 +7,7 @@ from typing import Any
 
 from hookline.engine import path_text
 from hookline.verbs.profile.call_tree import CALLS, PHASES, Context
-from hookline.verbs.profile.pass_windows import ContextCosts
+from hookline.verbs.profile.costs_by_pass import ContextCosts
 
 _NONE = Context()  # of no calls
 

@@ -41,9 +41,9 @@ from hookline.verbs.profile.call_tree import (
 )
 from hookline.verbs.profile.chrome_trace import write_trace
 from hookline.verbs.profile.clocks import clock_for
+from hookline.verbs.profile.costs_by_pass import ContextCosts, PassChoice, RanPasses, medians
 from hookline.verbs.profile.flame_graph import nested_calls
 from hookline.verbs.profile.flops_and_memory import RunCounts, count_flops
-from hookline.verbs.profile.pass_windows import ContextCosts, PassChoice, RanPasses, medians
 from hookline.verbs.profile.rows import Row, interquartile_range, median_phases, rows_of, sum_phases
 from hookline.verbs.profile.run_kinds import RunKinds
 from hookline.verbs.profile.table import ProfileTable, Total
@@ -169,7 +169,7 @@ class Profile(FinalizingLine[Line], Result):
 
     def _warn(self) -> None:
         ran = self._ran_passes()
-        if note := self._root_not_called([lane.top.context for lane in self._ledger.lanes], ran):
+        if note := self._root_call_warning([lane.top.context for lane in self._ledger.lanes], ran):
             warn(note)
         if not ran.n_started:
             why = "\nRun the forward inside the block: with hl.profile(model): model(x)."
@@ -180,7 +180,7 @@ class Profile(FinalizingLine[Line], Result):
                 )
             warn(f"hl.profile must see a run of the model, got none.{why}")
 
-    def _root_not_called(self, tops: list[Context], ran: RanPasses) -> str | None:
+    def _root_call_warning(self, tops: list[Context], ran: RanPasses) -> str | None:
         """Say that the model itself was not called, so that no pass is known to have ended."""
         passes = self._line.passes
         if passes.started == 0 or passes.outside_root < passes.started:
@@ -386,7 +386,7 @@ class Profile(FinalizingLine[Line], Result):
 
     def _notes(self, counted: RunCounts, tops: list[Context], ran: RanPasses) -> tuple[str, ...]:
         """Say what the numbers lack."""
-        one_pass = (self._root_not_called(tops, ran) or "").replace("\n", " ")
+        one_pass = (self._root_call_warning(tops, ran) or "").replace("\n", " ")
         notes = [one_pass, self._added, ran.failure_note(), counted.without_formula()]
         if counted.failure:
             notes.append(f"FLOPs and peaks are not complete: {counted.failure}.")

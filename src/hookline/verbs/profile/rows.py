@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import numpy
 
 from hookline.verbs.profile.call_tree import CALLS, PHASES, Context, outermost
-from hookline.verbs.profile.pass_windows import ContextCosts, Costs, medians
+from hookline.verbs.profile.costs_by_pass import ContextCosts, Costs, medians
 from hookline.verbs.summary import Row as Module
 
 # What torch's loop over the hooks and the cold caches add to a call (`benchmarks/profiling.py`).

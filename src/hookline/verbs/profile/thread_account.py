@@ -42,7 +42,7 @@ from hookline.verbs.profile.call_tree import (
     Context,
 )
 from hookline.verbs.profile.clocks import Clock
-from hookline.verbs.profile.pass_windows import Windows
+from hookline.verbs.profile.costs_by_pass import Windows
 from hookline.verbs.profile.run_kinds import Run
 
 _MOST_EVENTS = 800_000  # four entries an event, of a thread, for the trace

@@ -14,7 +14,7 @@ from hookline.engine.pytree import describe
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.verbs.record.keep import Keep
-from hookline.verbs.record.prefix import Prefix
+from hookline.verbs.record.run_to_last_site import PartialForward
 from hookline.verbs.record.track_model_state import KeptState, may_keep_state
 from hookline.verbs.shared.rerun import in_eval_mode
 from hookline.verbs.shared.run_model import Inputs, without_list
@@ -78,7 +78,7 @@ def features(
     missing: list[Site] = []
     # The block begins at once: an error in between would leave hooks on the model.
     with (
-        Prefix(model, selector, "features", options) as prefix,
+        PartialForward(model, selector, "features", options) as prefix,
         in_eval_mode(prefix.modules) if eval else nullcontext(),
     ):
         # A module behind the last site may change what the next batch depends on.

@@ -102,7 +102,7 @@ class StoreSink:
         self._n_passes = self._n_items = self._n_seen = 0
         self._left_out: dict[str, list[int]] = {}  # numbers of passes, by the reason
         self._offload = Offload(next((parameter.device for parameter in model.parameters()), _CPU))
-        self._job = _job_of(model, recording, options)
+        self._job = _make_job(model, recording, options)
         self._is_open = True
         self._process = CreatingProcess()
         self._has_told = False
@@ -252,7 +252,7 @@ def store_line(
     return StoreLine(line, sink)
 
 
-def _job_of(model: nn.Module, recording: Recording, options: Keep) -> Job:
+def _make_job(model: nn.Module, recording: Recording, options: Keep) -> Job:
     dtype = options.get("dtype")
     return Job(
         model_identity(model),

@@ -21,7 +21,7 @@ from hookline.verbs.sweep.changing import Changing, recorded_run
 from hookline.verbs.sweep.forwards import Forwards
 from hookline.verbs.sweep.grid import Each, Grid, Group, check_each, clean_patches, sites_of
 from hookline.verbs.sweep.judge_estimates import Array
-from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
+from hookline.verbs.sweep.metric import Metric, check_callable, metric_number, refuse_constant
 from hookline.verbs.sweep.path_gradients import (
     Integral,
     PathGradients,
@@ -157,7 +157,7 @@ def attribute(
             forwards.measure(_sample_changes(grid.groups, n_checked))
             for index, (number, _) in forwards.results.items():
                 measured[index] = number - start.number
-    return _result(grid, (start.number, number_of(metric, output)), integrals, measured)
+    return _result(grid, (start.number, metric_number(metric, output)), integrals, measured)
 
 
 def _result(

@@ -20,7 +20,7 @@ from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
 from hookline.verbs.sweep.agreement import may_be_rounding, numbers_agree, outputs_agree
 from hookline.verbs.sweep.changing import Changing
 from hookline.verbs.sweep.grid import Group, Point
-from hookline.verbs.sweep.metric import Metric, number_of
+from hookline.verbs.sweep.metric import Metric, metric_number
 from hookline.verbs.sweep.repeated_inputs import Batches
 from hookline.verbs.sweep.restore_model import refuse_random
 from hookline.verbs.sweep.resume_folder import Results
@@ -93,7 +93,7 @@ class Forwards:
         if state and changed:  # a first run may fill a cache, or register hooks that collect
             self._batches = self._begin()
             changed = state.changed()
-        self.baseline: float = number_of(metric, copy_of(self.output))
+        self.baseline: float = metric_number(metric, copy_of(self.output))
         self._may_share = not changed
         if changed:
             self.notes.append(
@@ -137,7 +137,7 @@ class Forwards:
             return self._read(self._forward(self._inputs))
 
     def _read(self, output: Any) -> _Reading:
-        number = number_of(self._metric, output)  # which may write to the output
+        number = metric_number(self._metric, output)  # which may write to the output
         return _Reading(output, number)
 
     def go_on(self, groups: Sequence[Group], results: Results, place: str) -> None:

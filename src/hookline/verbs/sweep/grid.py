@@ -90,7 +90,7 @@ class Entry:
     is_joint: bool = False
 
 
-def entries_of(modules: ModuleTree, changes: Changes) -> list[Entry]:
+def read_changes(modules: ModuleTree, changes: Changes) -> list[Entry]:
     """Read the changes as the user gives them.
 
     Raises:

@@ -29,7 +29,7 @@ def check_callable(metric: Any) -> None:
         )
 
 
-def number_of(metric: Metric, output: Any) -> float:
+def metric_number(metric: Metric, output: Any) -> float:
     """Return the metric of an output as a number.
 
     Raises:
@@ -83,7 +83,7 @@ def _metric_changes(
     metric: Metric, output: Any, change: Callable[[Tensor], Tensor], number: float
 ) -> bool:
     try:
-        other = number_of(metric, tree.map_tensors(change, output))
+        other = metric_number(metric, tree.map_tensors(change, output))
     except Exception:  # it looks at the output, or the output cannot be changed like this
         return True
     return not is_same_number(other, number)

@@ -16,7 +16,7 @@ from hookline.errors import AmbiguousError, InputError, StructureError
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.shared.rerun import copied, gradients
 from hookline.verbs.shared.run_model import call
-from hookline.verbs.sweep.metric import Metric, number_of
+from hookline.verbs.sweep.metric import Metric, metric_number
 
 Values = Mapping[str, Any]
 
@@ -116,7 +116,7 @@ class PathGradients:
         run = self._run(sites, zeros, moved or {}, fraction)
         with torch.enable_grad(), run as output:  # in a checkpoint, the backward runs sites again
             metric = self._metric(output)
-            number = number_of(lambda _: metric, None)
+            number = metric_number(lambda _: metric, None)
             if not isinstance(metric, Tensor) or not metric.requires_grad:
                 raise InputError(
                     "metric must return a tensor with a gradient, got"

@@ -15,7 +15,7 @@ from hookline.verbs.shared.inference_tensors import explain_inference_weights
 from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
 from hookline.verbs.shared.rerun import RandomStates, first_lazy_name, untouched
 from hookline.verbs.sweep.agreement import is_same_number
-from hookline.verbs.sweep.metric import Metric, number_of
+from hookline.verbs.sweep.metric import Metric, metric_number
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def refuse_random(states: RandomStates, metric: Metric, *outputs: Callable[[], A
         InputError: the run has drawn random numbers, and both metrics differ.
     """
     if not states.are_current() and not is_same_number(
-        *[number_of(metric, run()) for run in outputs]
+        *[metric_number(metric, run()) for run in outputs]
     ):
         raise InputError(
             "the model must give the same metric twice, got another one the second time: its"

@@ -14,7 +14,7 @@ from torch import nn
 from hookline.display.text import first_line
 from hookline.engine import Selector, Site, module_tree
 from hookline.errors import InputError, NotRecordedError, check_option_names, check_positive_int
-from hookline.verbs.record.prefix import Prefix
+from hookline.verbs.record.run_to_last_site import PartialForward
 from hookline.verbs.shared.progress_bar import progress_bar
 from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import Inputs, call
@@ -26,10 +26,10 @@ from hookline.verbs.sweep.grid import (
     Grid,
     check_each,
     clean_patches,
-    entries_of,
+    read_changes,
     sites_of,
 )
-from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
+from hookline.verbs.sweep.metric import Metric, check_callable, metric_number, refuse_constant
 from hookline.verbs.sweep.restore_model import without_side_effects
 from hookline.verbs.sweep.resume_folder import SweepFolder, fingerprint_sweep
 from hookline.verbs.sweep.sweep_results import Sweep
@@ -137,7 +137,7 @@ def sweep(
         values: dict[str, list[Any]] = {}  # of the clean run
         puts_back = clean is not None and not _are_changes(changes)
         entries = (
-            clean_patches(modules, changes, values) if puts_back else entries_of(modules, changes)
+            clean_patches(modules, changes, values) if puts_back else read_changes(modules, changes)
         )
         changing = Changing(modules, sites_of(entries), inputs)
         with changing.hooked(sites_of(entries, outside=True)):
@@ -145,9 +145,9 @@ def sweep(
             if puts_back:
                 output, noted = changing.noting(lambda: run(copied(clean)))
                 values.update(noted)
-                clean_metric = number_of(metric, output)
+                clean_metric = metric_number(metric, output)
             elif clean is not None:
-                clean_metric = number_of(metric, run(copied(clean)))
+                clean_metric = metric_number(metric, run(copied(clean)))
             forwards = Forwards(changing, run, inputs, metric)
             refuse_constant(metric, forwards.output, forwards.baseline)
             grid = Grid(entries, each, changing.known)
@@ -193,7 +193,7 @@ def _reader(model: nn.Module, read: str | Site | None) -> Iterator[Callable[[Any
     if read is None:
         yield partial(call, model)
         return
-    with Prefix(model, str(read), "sweep", {}) as prefix:
+    with PartialForward(model, str(read), "sweep", {}) as prefix:
         if len(prefix.sites) != 1:
             raise InputError(
                 f"read must be one site, got {read!r}, which matches {len(prefix.sites)}."

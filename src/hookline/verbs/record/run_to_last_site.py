@@ -55,7 +55,7 @@ class _Progress:
 
 
 @final
-class Prefix:
+class PartialForward:
     """A line that records sites, and ends each forward when all of them have fired.
 
     Args:
@@ -92,7 +92,7 @@ class Prefix:
         """The recording that the line fills."""
         return self._recorder.recording
 
-    def __enter__(self) -> Prefix:
+    def __enter__(self) -> PartialForward:
         self._recorder.__enter__()
         return self
 

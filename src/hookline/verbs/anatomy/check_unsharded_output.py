@@ -63,7 +63,7 @@ def check_same_output(model: nn.Module, inputs: Any, split_out: dict[tree.Leaf, 
             "hl.anatomy must be given a model that also runs with whole weights, because it proves"
             f" the names with these, got {kind}, which raises {type_and_line(reason)}.{_FIX}"
         ) from reason
-    off = max((_part_error(part, whole.get(leaf)) for leaf, part in split_out.items()), default=0.0)
+    off = max((_shard_error(out, whole.get(leaf)) for leaf, out in split_out.items()), default=0.0)
     bound = max((tolerance(part.dtype) for part in split_out.values()), default=0.0)
     if off > max(bound, _CLOSE):
         raise AttachError(
@@ -72,11 +72,11 @@ def check_same_output(model: nn.Module, inputs: Any, split_out: dict[tree.Leaf, 
         )
 
 
-def _part_error(part: Tensor, whole: Tensor | None) -> float:
+def _shard_error(shard: Tensor, whole: Tensor | None) -> float:
     """Return the error of an output, or of the part of it that this rank has in one dimension."""
-    if whole is None or part.dim() != whole.dim():
+    if whole is None or shard.dim() != whole.dim():
         return float("inf")
-    dims = [dim for dim in range(part.dim()) if part.shape[dim] != whole.shape[dim]]
-    n_shares = -(-whole.shape[dims[0]] // part.shape[dims[0]]) if dims else 1
+    dims = [dim for dim in range(shard.dim()) if shard.shape[dim] != whole.shape[dim]]
+    n_shares = -(-whole.shape[dims[0]] // shard.shape[dims[0]]) if dims else 1
     shares = whole.chunk(n_shares, *dims[:1])
-    return min(error(part, share) for share in shares)
+    return min(error(shard, share) for share in shares)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.anatomy.check_whole import check_same_output, run_output
+from hookline.verbs.anatomy.check_unsharded_output import check_same_output, run_output
 
 
 @pytest.fixture
