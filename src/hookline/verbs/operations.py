@@ -26,7 +26,7 @@ from hookline.engine import (
 from hookline.engine.pytree import describe, tree
 from hookline.errors import SelectionError
 from hookline.verbs.shared.rerun import eval_without_side_effects
-from hookline.verbs.shared.run_model import Inputs, call, without_list
+from hookline.verbs.shared.run_model import Inputs, call, unwrap_lone_tensor
 
 
 @final
@@ -146,7 +146,7 @@ def operations(model: nn.Module, inputs: Inputs, path: str = "") -> Operations:
     require_model(model, "hl.operations(model, x, path)")
     line = Line(model, name="operations")
     line.options.quiet = True
-    inputs = without_list(model, inputs)
+    inputs = unwrap_lone_tensor(model, inputs)
     calls = _FirstCall()
     with eval_without_side_effects(model), line:
         node = _require_one_module(line, path)

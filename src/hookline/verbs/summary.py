@@ -31,7 +31,7 @@ from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.verbs.shared.failing_module import failure_text
 from hookline.verbs.shared.rerun import eval_without_side_effects, map_inputs
-from hookline.verbs.shared.run_model import Inputs, call, without_list
+from hookline.verbs.shared.run_model import Inputs, call, unwrap_lone_tensor
 
 
 @final
@@ -224,7 +224,7 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         return table
     if any(parameter.is_meta for parameter in model.parameters()):
         inputs = map_inputs(lambda tensor: tensor.to("meta"), inputs)
-    inputs = without_list(model, inputs)
+    inputs = unwrap_lone_tensor(model, inputs)
     table.input_bytes = describe.n_bytes(inputs)
     counted = _FlopCount()
     with eval_without_side_effects(model), line:

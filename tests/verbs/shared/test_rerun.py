@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 from hookline.statistics.finiteness import probe_sum
 from hookline.verbs.shared import rerun
-from hookline.verbs.shared.rerun import Likeness
+from hookline.verbs.shared.rerun import RunComparison
 from meeting import Meanwhile, ToldLock
 
 BUFFERS = ["running_mean", "running_var", "num_batches_tracked"]
@@ -60,14 +60,14 @@ PATHS = ["", "a", "b"]
 
 
 def likeness_of(*sums, measure=probe_sum):
-    return Likeness([(number, torch.tensor(value), measure) for number, value in sums], PATHS)
+    return RunComparison([(number, torch.tensor(value), measure) for number, value in sums], PATHS)
 
 
-def compared(likeness, *outputs, dtype=torch.float32):
+def compared(comparison, *outputs, dtype=torch.float32):
     for count, (path, value) in enumerate(outputs):
-        likeness.compare(path, torch.tensor([value], dtype=dtype), count)
-    likeness.end(set(PATHS))
-    return likeness.difference
+        comparison.compare(path, torch.tensor([value], dtype=dtype), count)
+    comparison.end(set(PATHS))
+    return comparison.difference
 
 
 def test_equal_runs_are_alike():
@@ -104,11 +104,11 @@ def test_of_compiled_code_only_nan_is_compared():
 
 
 def test_an_operation_counts_up_to_the_last_value_in_common():
-    likeness = likeness_of((1, math.nan), (2, 1.0))
-    compared(likeness, ("a", math.nan), ("b", 2.0))
-    assert likeness.difference == "b"
-    assert likeness.proves(0)
-    assert not likeness.proves(1)
+    comparison = likeness_of((1, math.nan), (2, 1.0))
+    compared(comparison, ("a", math.nan), ("b", 2.0))
+    assert comparison.difference == "b"
+    assert comparison.proves(0)
+    assert not comparison.proves(1)
 
 
 def test_all_random_states_are_put_back():
@@ -173,7 +173,7 @@ class Noting(nn.Module):
 def test_what_a_forward_writes_to_its_module_is_put_back():
     model = Noting()
     held = {name: (value, repr(value)) for name, value in vars(model).items()}
-    with rerun.untouched(model):
+    with rerun.restore_after_run(model):
         model(torch.ones(1))
         assert len(model.seen) == 1
         assert model.mean.tolist() == [1, 1, 1]
@@ -187,7 +187,7 @@ def test_hooks_that_a_forward_registers_are_removed(flag):
     model = nn.Sequential(nn.ReLU())
     model[0].register_forward_hook(lambda *_: None)
     before = {name: dict(value) for name, value in vars(model[0]).items() if "_hooks" in name}
-    with rerun.untouched(model):
+    with rerun.restore_after_run(model):
         model[0].register_forward_hook(lambda *_: None, **{flag: True})
         model[0].register_forward_pre_hook(lambda *_: None, with_kwargs=True)
         with hl.record(model, "0"):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline.verbs.shared.rerun import in_eval_mode
-from hookline.verbs.shared.run_model import call, without_list
+from hookline.verbs.shared.run_model import call, unwrap_lone_tensor
 
 
 class TakesOneDict(nn.Module):
@@ -167,7 +167,7 @@ def test_a_list_of_one_tensor_is_the_tensor_where_lists_fail(kind, is_tensor, le
     model, x = kind(), torch.ones(3, 2)
     before, state = left_as_found(model), torch.get_rng_state()
     with pytest.warns(hl.HooklineWarning, match="saw nothing"), hl.record(model) as run:
-        inputs = without_list(model, [x])
+        inputs = unwrap_lone_tensor(model, [x])
     assert inputs is x if is_tensor else inputs == [x]
     assert len(run.passes) == model.calls == 0
     assert left_as_found(model) == before
@@ -177,9 +177,9 @@ def test_a_list_of_one_tensor_is_the_tensor_where_lists_fail(kind, is_tensor, le
 def test_other_inputs_stay_as_they_are():
     model, x = Counting(), torch.ones(3, 2)
     for inputs in (x, (x,), {"x": x}, [x, x], [], [3], [[x]]):
-        assert without_list(model, inputs) is inputs
+        assert unwrap_lone_tensor(model, inputs) is inputs
     lazy = nn.LazyLinear(2)
-    assert without_list(lazy, [x]) == [x]
+    assert unwrap_lone_tensor(lazy, [x]) == [x]
     assert lazy.in_features == 0
 
 

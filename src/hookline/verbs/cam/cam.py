@@ -37,7 +37,7 @@ from hookline.verbs.cam.targets import ClassTarget, Goal, resolve_target
 from hookline.verbs.shared.inference_tensors import explain_inference_weights
 from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
 from hookline.verbs.shared.rerun import eval_without_side_effects
-from hookline.verbs.shared.run_model import call, without_list
+from hookline.verbs.shared.run_model import call, unwrap_lone_tensor
 
 # Scores of two runs that repeat themselves may differ by this part of the greatest one: kernels of
 # GPUs add up in any order, in half precision too.
@@ -134,7 +134,7 @@ def cam(
         torch.set_grad_enabled(way.needs == "gradients"),
         explain_inference_weights("hl.cam", model),
     ):
-        inputs = without_list(model, inputs)
+        inputs = unwrap_lone_tensor(model, inputs)
         return _CamRunner(model, inputs, target, way, reshape).maps(layer, batch_size)
 
 

@@ -247,8 +247,8 @@ class BackwardChecks:
 
     def _explain_by_repeating(self, replay: Replay) -> tuple[CheckFinding | None, str | None]:
         """Repeat the backward of a repeated run, and explain it."""
-        if replay.likeness.difference is not None:
-            return None, NOT_REPEATED.format(replay.likeness.difference)
+        if replay.comparison.difference is not None:
+            return None, NOT_REPEATED.format(replay.comparison.difference)
         repeated = replay.backward()
         if not self._agrees_with(repeated):
             return None, NOT_REPEATED.format("its gradients")

@@ -350,7 +350,7 @@ def _unexplained_difference(replay: Replay, run: CheckedRun, origins: list[Origi
 
     `origins` are those before the difference.
     """
-    kinds, difference = _non_finite_kinds(run.output), replay.likeness.difference
+    kinds, difference = _non_finite_kinds(run.output), replay.comparison.difference
     if kinds is not None and replay.root_kinds not in (None, kinds):
         difference = difference or path_text("")
     # An operation of the repeated run explains only a value that the first run returned.

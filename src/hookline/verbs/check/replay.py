@@ -42,7 +42,7 @@ from hookline.verbs.check.loss_source_line import CalledAt
 from hookline.verbs.check.nonfinite_origins import FunctionNames, Origin, Origins, Outside, measure
 from hookline.verbs.check.replay_file import Situation
 from hookline.verbs.shared import rerun
-from hookline.verbs.shared.rerun import ChangingBuffers, Likeness, RunStart
+from hookline.verbs.shared.rerun import ChangingBuffers, RunComparison, RunStart
 from hookline.verbs.shared.root_call import root_call
 
 # A parameter above this size is a likely cause: float16 ends at 65,504.
@@ -158,7 +158,7 @@ class Replay:
         self._outside = Outside()
         self._origins = Origins(self._outside, lambda: tuple(self._running), self._names)
         self.calls: list[ModuleCall] = []  # in the order in which they began
-        self.likeness: Likeness = Likeness(run.sums, paths)
+        self.comparison: RunComparison = RunComparison(run.sums, paths)
         self._leaves: dict[int, Tensor] = {}
         self.output: Any = None
         self.has_numbers: bool = False
@@ -173,14 +173,14 @@ class Replay:
         args, kwargs = start.args, start.kwargs
         if run.has_grad:
             args, kwargs = tree.map_tensors(self._without_graph, (args, kwargs))
-        with as_recomputation(self._passes), start.again(self._root), self._recording_calls():
+        with as_recomputation(self._passes), start.restored(self._root), self._recording_calls():
             self._name_weights_and_inputs(args, kwargs)
             anomaly = torch.autograd.set_detect_anomaly(run.has_grad, check_nan=False)
             # What is compiled in place would be compiled anew, with the hooks of the repetition.
             with force_eager(), anomaly, self._names, self._origins:
                 self.output = self._root(*args, **kwargs)
             self._judge_output()
-        self.likeness.end({call.node.path for call in self.calls})
+        self.comparison.end({call.node.path for call in self.calls})
 
     def _without_graph(self, tensor: Tensor) -> Tensor:
         """Return an input without the graph that made it: that may be freed, or another run's."""
@@ -241,7 +241,7 @@ class Replay:
         return [
             origin for origin in origins
             if origin is not None and origin not in self.masks
-            and self.likeness.proves(origin.number)
+            and self.comparison.proves(origin.number)
         ]  # fmt: skip
 
     @property
@@ -291,10 +291,10 @@ class Replay:
 
     def _compare_output(self, path: str, output: Any, *, is_new: bool) -> None:
         if is_new:
-            self.likeness.skip(path)
+            self.comparison.skip(path)
             return
         with without_modes():
-            self.likeness.compare(path, output, self._origins.count)
+            self.comparison.compare(path, output, self._origins.count)
 
     def _name_weights_and_inputs(self, args: Any, kwargs: Any) -> None:
         for kind, path, tensor in named_tensors(self._nodes):

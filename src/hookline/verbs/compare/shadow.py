@@ -29,7 +29,7 @@ from hookline.verbs.compare.run_both_models import Call, ModelRun, run_both
 from hookline.verbs.compare.setup_findings import find_unpaired
 from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
 from hookline.verbs.shared.rerun import eval_without_side_effects
-from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
+from hookline.verbs.shared.run_model import Inputs, check_arguments, unwrap_lone_tensor
 
 # The floor of a local error, in eps times the square root of the number of modules inside. Clean
 # modules of twelve models were off by at most 2.4.
@@ -100,7 +100,7 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
     check_arguments(inputs, "both models")
     refuse_meta_tensors("hl.shadow", a, inputs)
     refuse_meta_tensors("hl.shadow", b, inputs)
-    inputs = without_list(a, inputs)
+    inputs = unwrap_lone_tensor(a, inputs)
     runs, eps, remarks = run_both(a, b, inputs)
     sides = runs[0].side, runs[1].side
     pairing = pair_entries(*sides, names)

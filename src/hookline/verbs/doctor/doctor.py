@@ -34,8 +34,8 @@ from hookline.verbs.doctor.diagnosis import Diagnosis, SiteVerdict
 from hookline.verbs.doctor.notes import environment, notes
 from hookline.verbs.doctor.observe import Observations, WeightUses, observe_calls
 from hookline.verbs.doctor.trial_run import run_with_hooks
-from hookline.verbs.shared.rerun import copied, first_lazy_name, untouched
-from hookline.verbs.shared.run_model import Inputs, call, without_list
+from hookline.verbs.shared.rerun import copied, first_lazy_name, restore_after_run
+from hookline.verbs.shared.run_model import Inputs, call, unwrap_lone_tensor
 
 
 def doctor(
@@ -148,7 +148,7 @@ def _gather_facts(model: nn.Module, inputs: Any, selection: Selection, facts: Fa
             "run the model once yourself, then call hl.doctor again",
         )
         return
-    inputs = without_list(model, inputs)
+    inputs = unwrap_lone_tensor(model, inputs)
     is_eager = not any(is_compiled(module) for module in model.modules())
     can_observe = is_eager and sys.getprofile() is None  # a thread has one profiling function
     if can_observe:
@@ -174,7 +174,7 @@ def _observe_silent(model: nn.Module, inputs: Any, selection: Selection, facts: 
         facts.differing = _differing(facts.nodes, ran, _observe(model, inputs, facts.nodes))
     if not idle or facts.differing is not None:
         return
-    with untouched(model), WeightUses(facts.nodes, facts.observations):
+    with restore_after_run(model), WeightUses(facts.nodes, facts.observations):
         _call_silently(model, inputs)
     if not facts.observations.fast:  # torch's function mode switches them off
         facts.differing = next((node for node in facts.nodes if _newly_called(node, facts)), None)
@@ -217,7 +217,7 @@ def _find_differing_module(selection: Selection, facts: Facts, ran: set[int]) ->
 def _observe(
     model: nn.Module, inputs: Any, nodes: list[ModuleNode], *, flip: bool = False
 ) -> Observations:
-    with untouched(model):
+    with restore_after_run(model):
         if flip:
             is_training = model.training
             for module in model.modules():

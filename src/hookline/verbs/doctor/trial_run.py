@@ -43,7 +43,7 @@ from hookline.verbs.shared.rerun import (
     copied,
     gradients,
     leaves_and_reentrancy,
-    untouched,
+    restore_after_run,
 )
 from hookline.verbs.shared.run_model import call
 
@@ -172,7 +172,7 @@ def _run(
     selection = Selection(line.module_tree, places)
     forward_selection = Selection(line.module_tree, _forward_places(places))
     try:
-        with untouched(model), line:
+        with restore_after_run(model), line:
             line.tap(selection, _bind_no_op, Order.RECORD)
             if len(forward_selection):
                 line.tap(forward_selection, lambda site: _noting_callback(site, run), Order.RECORD)

@@ -147,7 +147,7 @@ def checkpointed(trials: Trials) -> Pair:
 
 
 def _checkpoint_blocks(model: Any) -> None:
-    """Checkpoint the blocks of a model; `untouched` takes it back.
+    """Checkpoint the blocks of a model; `restore_after_run` takes it back.
 
     Raises:
         NotApplicable: no blocks are known.

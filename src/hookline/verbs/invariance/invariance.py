@@ -23,7 +23,7 @@ from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.kv_cache import find_cache, n_cached_tokens
 from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
 from hookline.verbs.shared.rerun import first_lazy_name
-from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
+from hookline.verbs.shared.run_model import Inputs, check_arguments, unwrap_lone_tensor
 
 _MOST_NAMED = 3
 _UNSTEADY = "the model does not repeat itself"
@@ -94,7 +94,7 @@ def invariance(
         )
     refuse_meta_tensors("hl.invariance", model, inputs)
     names = _chosen_checks(only)
-    batch = batch_from_inputs(model, without_list(model, inputs))
+    batch = batch_from_inputs(model, unwrap_lone_tensor(model, inputs))
     n_earlier = n_cached_tokens(find_cache(batch.named))
     if batch.ids and n_earlier:
         raise InputError(

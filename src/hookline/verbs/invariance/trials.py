@@ -21,7 +21,7 @@ from hookline.verbs.invariance.batch import Batch, NotApplicable
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.casting import cast_model
 from hookline.verbs.shared.kv_cache import CACHES
-from hookline.verbs.shared.rerun import copied, in_eval_mode, parameters_restored, untouched
+from hookline.verbs.shared.rerun import copied, in_eval_mode, parameters_restored, restore_after_run
 from hookline.verbs.shared.run_model import call, sum_of_mean_squares
 
 _SITES = ["**", "(root):input"]
@@ -102,7 +102,7 @@ class Trials:
         has_gradients = "grad" in self.ports
         with ExitStack() as stack:
             for module in dict.fromkeys((self.model, root)):
-                stack.enter_context(untouched(module))
+                stack.enter_context(restore_after_run(module))
                 is_training = self.is_training or any(part.training for part in module.modules())
                 if is_training or before is not None:  # which trains, perhaps
                     stack.enter_context(parameters_restored(module))
@@ -119,7 +119,7 @@ class Trials:
         return recording
 
     def _set_modes(self, root: nn.Module) -> AbstractContextManager[None]:
-        """Put the modules in their modes; `untouched` puts them back."""
+        """Put the modules in their modes; `restore_after_run` puts them back."""
         for module in root.modules() if self.is_training else ():
             module.training = True
         eval_modules = self.eval_modules

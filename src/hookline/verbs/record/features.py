@@ -17,7 +17,7 @@ from hookline.verbs.record.keep import Keep
 from hookline.verbs.record.run_to_last_site import PartialForward
 from hookline.verbs.record.track_model_state import KeptState, may_keep_state
 from hookline.verbs.shared.rerun import in_eval_mode
-from hookline.verbs.shared.run_model import Inputs, without_list
+from hookline.verbs.shared.run_model import Inputs, unwrap_lone_tensor
 
 
 def features(
@@ -108,10 +108,10 @@ def _batches(model: nn.Module, inputs: Any) -> Iterator[Any]:
             " torch.utils.data.DataLoader(dataset, batch_size=32)."
         )
     if not isinstance(inputs, DataLoader | Iterator):
-        yield without_list(model, inputs)
+        yield unwrap_lone_tensor(model, inputs)
         return
     is_empty = True
-    for batch in (without_list(model, batch) for batch in inputs):
+    for batch in (unwrap_lone_tensor(model, batch) for batch in inputs):
         if isinstance(batch, list):
             raise InputError(
                 "a batch must hold only the model's inputs, got"

@@ -1,7 +1,7 @@
 """Repeat a run of a model: put back what the run began with, and compare the second run with it.
 
 A `RunStart` holds what a run began with. Whatever the second run shows counts only as far as
-`Likeness` has found both runs equal.
+`RunComparison` has found both runs equal.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def version(tensor: Tensor) -> int | None:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def restore_after_run(model: nn.Module) -> Iterator[None]:
     """Restore the model after a run in the block.
 
     This covers buffers, modes and random states. It also covers the parameters' `.grad`, and what a
@@ -303,7 +303,7 @@ def grads_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
-    """Run the block in eval mode without gradients, and leave the model `untouched`.
+    """Run the block in eval mode without gradients, and leave the model `restore_after_run`.
 
     Raises:
         InputError: the model has lazy parameters, which its first run would create for good.
@@ -314,7 +314,7 @@ def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
             f"the model must have no lazy parameters, got {name}: the first run would create it"
             " for good.\nRun the model once yourself, then call this again."
         )
-    with untouched(model), torch.no_grad(), in_eval_mode(list(model.modules())):
+    with restore_after_run(model), torch.no_grad(), in_eval_mode(list(model.modules())):
         yield
 
 
@@ -491,7 +491,7 @@ class RunStart:
         return None
 
     @contextmanager
-    def again(self, root: nn.Module) -> Iterator[None]:
+    def restored(self, root: nn.Module) -> Iterator[None]:
         """Put buffers, random states and modes as they were when the run began, for the block."""
         with restore_state(list(root.modules())):
             for table, name, copy in self._copies:
@@ -550,7 +550,7 @@ class ChangingBuffers:
                 self.generators = generators_of(modules)
                 self._all = [(table, name) for table, name, _ in _buffers_of(modules)]
                 self._versions = [_identity_and_version(*place) for place in self._all]
-            return _copies(self._changing if self._versions is None else self._all)
+            return _copy_buffers(self._changing if self._versions is None else self._all)
 
     def learn(self) -> None:
         """Learn which buffers a run has changed that has ended."""
@@ -560,7 +560,7 @@ class ChangingBuffers:
                 self._changing = _changed_places(self._all, before)
 
 
-def _copies(places: list[_Place]) -> list[_Buffer]:
+def _copy_buffers(places: list[_Place]) -> list[_Buffer]:
     tensors = [(table, name, table.get(name)) for table, name in places]
     return [
         (table, name, tensor.detach().clone())
@@ -591,7 +591,7 @@ Sums = list[tuple[int, Tensor, Measure | None]]
 
 
 @final
-class Likeness:
+class RunComparison:
     """Compare a repeated run with the first run, output by output.
 
     `paths` has the path of each site, by number.

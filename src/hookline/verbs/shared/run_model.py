@@ -17,7 +17,7 @@ from hookline.display.text import plural
 from hookline.engine.pytree import tree
 from hookline.errors import InputError
 from hookline.verbs.shared.failing_module import note_failing_module
-from hookline.verbs.shared.rerun import first_lazy_name, untouched
+from hookline.verbs.shared.rerun import first_lazy_name, restore_after_run
 
 _N_KEYS_SHOWN = 3
 
@@ -100,7 +100,7 @@ def binding_error(signature: inspect.Signature, inputs: Any) -> TypeError | None
     return None
 
 
-def without_list(model: nn.Module, inputs: Any) -> Any:
+def unwrap_lone_tensor(model: nn.Module, inputs: Any) -> Any:
     """Return the tensor of a list of one tensor, unless the model takes this list.
 
     A `DataLoader` makes such lists of a `TensorDataset` of one tensor. The model is called with the
@@ -112,7 +112,7 @@ def without_list(model: nn.Module, inputs: Any) -> Any:
         return inputs
 
     def is_taken() -> bool:
-        with untouched(model), torch.no_grad():
+        with restore_after_run(model), torch.no_grad():
             try:
                 model(inputs)
             except Exception as error:

@@ -394,7 +394,7 @@ class Forwards:
         Raises:
             NoRowsError: a value has no rows, or the forward has not come to the site of a change.
         """
-        batch = self._batches.of(n or 1)
+        batch = self._batches.repeat(n or 1)
         with self._batches.shortened(batch, start), self._changing.making(shares, n):
             output = self._forward(batch.inputs)
         points = [point for share in shares for point in share]

@@ -73,7 +73,7 @@ class Batches:
             self.tape = tape or self.tape
         self.tape.keep(kept)
 
-    def of(self, n: int) -> Batch:
+    def repeat(self, n: int) -> Batch:
         """Return the inputs n times in a row."""
         if n not in self._batches:
             inputs = repeated(self._inputs, n) if n > 1 else self._inputs

@@ -13,7 +13,7 @@ from hookline.engine import is_compiled, path_text, require_model
 from hookline.errors import InputError
 from hookline.verbs.shared.inference_tensors import explain_inference_weights
 from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
-from hookline.verbs.shared.rerun import RandomStates, first_lazy_name, untouched
+from hookline.verbs.shared.rerun import RandomStates, first_lazy_name, restore_after_run
 from hookline.verbs.sweep.agreement import is_same_number
 from hookline.verbs.sweep.metric import Metric, metric_number
 
@@ -39,7 +39,7 @@ def without_side_effects(model: nn.Module, verb: str, *inputs: Any) -> Iterator[
     with ExitStack() as stack:
         if any(map(is_compiled, modules)):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(untouched(model))
+        stack.enter_context(restore_after_run(model))
         # Inference tensors have no versions, which tell of writes in place.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
