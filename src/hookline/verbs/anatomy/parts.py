@@ -22,7 +22,7 @@ _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 
 
-class Core(NamedTuple):
+class AttentionCore(NamedTuple):
     """A call that mixes values by a pattern, and these values; None where they are unknown.
 
     Such a call is `scaled_dot_product_attention`, or the product of a softmax and the values.
@@ -47,7 +47,7 @@ class Part:
     """
 
     term: Term
-    cores: list[Core]
+    cores: list[AttentionCore]
     softmax: Event | None = None
     kind: str = ""
     why: str = ""
@@ -85,7 +85,7 @@ def unclassified_layer(block: Block) -> Layer:
 def _make_part(term: Term) -> Part:
     fused = [event for event in term.events if event.name in _FUSED]
     # Beside the values, the mask may be no constant.
-    cores = [Core(event, argument_of(event, 2, "value")) for event in fused]
+    cores = [AttentionCore(event, argument_of(event, 2, "value")) for event in fused]
     first = None
     for event in term.events:
         is_softmax = event.name == "softmax" and event.outputs[:1]
@@ -103,7 +103,7 @@ def argument_of(event: Event, position: int, name: str) -> Any:
     return positional[position] if position < len(positional) else named.get(name)
 
 
-def _product_with_values(softmax: Event, term: Term) -> Core | None:
+def _product_with_values(softmax: Event, term: Term) -> AttentionCore | None:
     """Return the product of a softmax and values; a router's softmax has none."""
     pattern = {id(value) for value in softmax.outputs}
     for event in term.events:
@@ -111,7 +111,7 @@ def _product_with_values(softmax: Event, term: Term) -> Core | None:
             continue
         if event.name in _PRODUCTS:
             others = [value for value in event.varying if id(value) not in pattern]
-            return Core(event, others[-1] if others else None)
+            return AttentionCore(event, others[-1] if others else None)
         if event.name not in ("topk", "mul", "sum", "scatter", "gather", "max", "sort"):
             pattern.update(map(id, event.outputs))
     return None

@@ -102,14 +102,14 @@ class _Mark:
 
 
 @final
-class _MeantKinds:
-    """Tell what an operation is given that is meant.
+class _ExpectedKinds:
+    """Tell what an operation is given that is expected.
 
     Memory that was never written, and a NaN that the code has written out, may be moved. A NaN that
-    is computed from them is not meant.
+    is computed from them is not expected.
     """
 
-    __slots__ = ("_meant", "is_empty")
+    __slots__ = ("_kinds", "is_empty")
 
     def __init__(self, function: Any, arguments: Any, marks: list[_Mark]) -> None:
         name = _operation_name(function)
@@ -117,15 +117,15 @@ class _MeantKinds:
         followed = [mark for mark in marks if is_moving or not mark.is_empty]
         self.is_empty = name.startswith(_EMPTY) or any(mark.is_empty for mark in followed)
         kinds = union_of_kinds(mark.kinds for mark in followed)
-        self._meant = (kinds if is_moving else kinds & ~NonFinite.NAN) | _meant_in(name, arguments)
+        self._kinds = (kinds if is_moving else kinds & ~NonFinite.NAN) | _literals(name, arguments)
 
     def has_made(self, kinds: Iterable[NonFinite]) -> bool:
         """Tell whether the operation has made what is in its outputs."""
-        return not self.is_empty and bool(union_of_kinds(kinds) & ~self._meant)
+        return not self.is_empty and bool(union_of_kinds(kinds) & ~self._kinds)
 
 
 @final
-class Outside:
+class OutsideTensors:
     """The tensors that a run gets from outside, by their memory."""
 
     __slots__ = ("_names",)
@@ -183,7 +183,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follow values that are not finite through the operations in a block."""
 
     def __init__(
-        self, outside: Outside, frames: Callable[[], tuple[Any, ...]], names: FunctionNames
+        self, outside: OutsideTensors, frames: Callable[[], tuple[Any, ...]], names: FunctionNames
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._outside = outside
@@ -275,7 +275,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origin = min(begun, key=lambda earlier: earlier.number, default=None)
         is_empty = False
         if origin is None:
-            followed = _MeantKinds(function, arguments, marks)
+            followed = _ExpectedKinds(function, arguments, marks)
             is_empty = followed.is_empty
             if followed.has_made(kinds for _, kinds in bad):
                 copies = [before[id(t)][1] if id(t) in before else t for t in inputs]
@@ -354,10 +354,10 @@ def _written_arguments(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return written
 
 
-def _meant_in(name: str, arguments: Any) -> NonFinite:
-    """Return the kinds of numbers that are written out in the arguments: these are meant.
+def _literals(name: str, arguments: Any) -> NonFinite:
+    """Return the kinds of numbers that are written out in the arguments: these are expected.
 
-    A NaN is meant where memory is filled with it, and not where it is computed with.
+    A NaN is expected where memory is filled with it, and not where it is computed with.
     """
     kinds = union_of_kinds(
         _kind_of(number) for number in _leaves(arguments) if isinstance(number, Real)

@@ -39,7 +39,13 @@ from hookline.engine.pytree.describe import leaf_text
 from hookline.statistics.finiteness import NonFinite, is_measurable, union_of_kinds
 from hookline.verbs.check.finding import SINCE_START, CheckFinding, Measured, user_frame
 from hookline.verbs.check.loss_source_line import CalledAt
-from hookline.verbs.check.nonfinite_origins import FunctionNames, Origin, Origins, Outside, measure
+from hookline.verbs.check.nonfinite_origins import (
+    FunctionNames,
+    Origin,
+    Origins,
+    OutsideTensors,
+    measure,
+)
 from hookline.verbs.check.replay_file import Situation
 from hookline.verbs.shared import rerun
 from hookline.verbs.shared.rerun import ChangingBuffers, RunComparison, RunStart
@@ -155,7 +161,7 @@ class Replay:
         self._counts: dict[int, int] = {}
         self._is_backward = False
         self._names = FunctionNames()
-        self._outside = Outside()
+        self._outside = OutsideTensors()
         self._origins = Origins(self._outside, lambda: tuple(self._running), self._names)
         self.calls: list[ModuleCall] = []  # in the order in which they began
         self.comparison: RunComparison = RunComparison(run.sums, paths)

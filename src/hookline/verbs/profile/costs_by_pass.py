@@ -69,7 +69,7 @@ _NUMBER = attrgetter("number")
 
 
 @final
-class Windows:
+class PassWindows:
     """Keep the windows of a thread.
 
     Args:
@@ -185,7 +185,7 @@ class RanPasses:
         failed_seconds: the seconds of the passes that failed, if others did not.
     """
 
-    def __init__(self, threads: Sequence[Windows]) -> None:
+    def __init__(self, threads: Sequence[PassWindows]) -> None:
         went_well = [windows.sum_passes(failed=False) for windows in threads]
         failed = [windows.sum_passes(failed=True) for windows in threads]
         self._samples = [windows.samples() for windows in threads]

@@ -42,7 +42,7 @@ from hookline.verbs.profile.call_tree import (
     Context,
 )
 from hookline.verbs.profile.clocks import Clock
-from hookline.verbs.profile.costs_by_pass import Windows
+from hookline.verbs.profile.costs_by_pass import PassWindows
 from hookline.verbs.profile.run_kinds import Run
 
 _MOST_EVENTS = 800_000  # four entries an event, of a thread, for the trace
@@ -136,7 +136,7 @@ class Lane:
     def __init__(self, clock: Clock, top: Context, *, name: str) -> None:
         self.clock = clock
         self.name = name
-        self.windows: Windows = Windows(clock.read_pending)
+        self.windows: PassWindows = PassWindows(clock.read_pending)
         self._costs = self.windows.current.costs
         self.top: Account = Account(self, top, FORWARD)
         self.account: Account = self.top

@@ -151,18 +151,18 @@ class Keeper:
             StructureError: `keep=` takes a tensor of the value instead of the value, or writes to
                 it.
         """
-        beside: list[tuple[Tensor, Tensor]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         if self._keep is None:
             value_kept = tree.map_tensors(
-                lambda tensor: self._keep_tensor(tensor, self._must_copy(current, tensor), beside),
+                lambda tensor: self._keep_tensor(tensor, self._must_copy(current, tensor), copies),
                 value,
             )
         else:
-            value_kept = self._keep_by_function(current, value, site, beside)
-        return value_kept, self._stamp(current, value_kept, beside)
+            value_kept = self._keep_by_function(current, value, site, copies)
+        return value_kept, self._stamp(current, value_kept, copies)
 
     def _keep_by_function(
-        self, current: Pass, value: Any, site: Site | None, beside: list[tuple[Tensor, Tensor]]
+        self, current: Pass, value: Any, site: Site | None, copies: list[tuple[Tensor, Tensor]]
     ) -> Any:
         keep = self._keep
         assert keep is not None
@@ -184,7 +184,7 @@ class Keeper:
         def take(tensor: Tensor) -> Tensor:
             # A slice would keep the whole memory that it is a part of.
             copied = must or _is_view_of_larger(tensor) or self._must_copy(current, tensor)
-            return self._keep_tensor(tensor, copied, beside)
+            return self._keep_tensor(tensor, copied, copies)
 
         return tree.map_tensors(take, result)
 
@@ -194,7 +194,7 @@ class Keeper:
         return tensor.is_inference() or self._unversioned.has(current, tensor)
 
     def _keep_tensor(
-        self, tensor: Tensor, copied: bool, beside: list[tuple[Tensor, Tensor]]
+        self, tensor: Tensor, copied: bool, copies: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
         if self._detach and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
             tensor = tensor.detach()
@@ -208,10 +208,10 @@ class Keeper:
         if not tensor.requires_grad or self._copy or tensor.is_inference():
             return clone_locally(tensor)
         # It stays in the graph: gradients with respect to a copy are not those of the value.
-        beside.append((tensor, clone_locally(tensor.detach())))
+        copies.append((tensor, clone_locally(tensor.detach())))
         return tensor
 
-    def _stamp(self, current: Pass, result: Any, beside: list[tuple[Tensor, Tensor]]) -> Any:
+    def _stamp(self, current: Pass, result: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
         holder = tensor_holder(result)
         if holder is not None and self._copy:
             raise SiteError(
@@ -222,7 +222,7 @@ class Keeper:
             self._must_copy(current, tensor) for tensor in every_tensor(holder)
         ):
             return UndetectableStamp(type(holder).__name__)
-        return stamp(result) if not beside else StampWithCopies(stamp(result), beside)
+        return stamp(result) if not copies else StampWithCopies(stamp(result), copies)
 
 
 def _write_error() -> StructureError:

@@ -21,7 +21,7 @@ _tokens = itertools.count()
 
 
 @final
-class _Enough(BaseException):
+class _StopForward(BaseException):
     """Unwind the forward. A BaseException, so that no `except Exception` in the model stops it."""
 
     def __init__(self, token: int) -> None:
@@ -51,7 +51,7 @@ class _Progress:
         """Note a site that the run has reached."""
         self.missing.discard(site)
         if self.stops and not self.missing:
-            raise _Enough(self.token)
+            raise _StopForward(self.token)
 
 
 @final
@@ -141,7 +141,7 @@ class PartialForward:
         missing.update(self.sites)
         try:
             call(self._model, inputs)
-        except _Enough as enough:
+        except _StopForward as enough:
             if enough.token != self._progress.token:
                 raise
             self._stopped()
