@@ -175,9 +175,9 @@ class _ClipGradient(GradientCallback):
         self._limit = limit
         self.inside = limit.clip_in_graph
         self.before_inside = self._measure_and_count
-        self.awaits = self._note_groups if limit.is_split else None
+        self.awaits = self._note_process_groups if limit.is_split else None
 
-    def _note_groups(
+    def _note_process_groups(
         self, current: Pass, pending: PendingGradient, slot: int, tensor: Tensor
     ) -> None:
         if is_dtensor(tensor):  # torch computes the norm over all ranks itself

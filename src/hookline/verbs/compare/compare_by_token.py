@@ -81,7 +81,7 @@ def align_sides(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Alig
     Raises:
         InputError: tokens are given, and invalid or of no use for what is compared.
     """
-    given = _given_by_side(tokens)
+    given = _parse_tokens(tokens)
     if tokens is None or a.source is None or b.source is None:
         if given != (None, None):
             raise InputError(
@@ -153,7 +153,7 @@ def _rank_groups(side: Side) -> list[Group]:
     return group_ranks(source) if isinstance(source, Recording) and source.ranks else []
 
 
-def _given_by_side(tokens: Any) -> tuple[Any, Any]:
+def _parse_tokens(tokens: Any) -> tuple[Any, Any]:
     """Return what is given of each side; None where nothing is.
 
     Raises:

@@ -236,7 +236,7 @@ class _Stream:
         """
         is_same_batch = before is not None and len(before.owner) == self.tokens.shape[0]
         held = before.key_owner.shape[1] if before is not None and is_same_batch else 0
-        past = self._n_past_given()
+        past = self._n_past_from_inputs()
         if past is None:
             past = held if self._cache is not None else 0
         if past and past != held:
@@ -251,7 +251,7 @@ class _Stream:
         """Return the argument that holds a cache; None without one."""
         return next((self._inputs[name] for name in CACHES if name in self._inputs), None)
 
-    def _n_past_given(self) -> int | None:
+    def _n_past_from_inputs(self) -> int | None:
         """Return the number of tokens in the cache as far as the inputs tell it."""
         tokens = self.tokens
         if tokens.n_cached is not None:

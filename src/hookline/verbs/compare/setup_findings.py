@@ -199,12 +199,12 @@ def find_model_differences(side_a: Side, side_b: Side, *, does_differ: bool) -> 
         return []
     of_parts = list(_weights_not_compared("a", a)) + list(_weights_not_compared("b", b))
     known = replace(a[0], weights=b[0].weights) if of_parts else a[0]
-    return [*_identity_differences(known, b[0]), *(of_parts if does_differ else ())]
+    return [*_model_differences(known, b[0]), *(of_parts if does_differ else ())]
 
 
 def _compare_rank_models(a: list[RecordedModel], b: list[RecordedModel]) -> list[Finding]:
     """Compare the model of each rank with that of the same rank; what comes first is said."""
-    of_ranks = [list(_identity_differences(*pair)) for pair in zip(a, b, strict=True)]
+    of_ranks = [list(_model_differences(*pair)) for pair in zip(a, b, strict=True)]
     rank = next((rank for rank, findings in enumerate(of_ranks) if findings), None)
     if rank is None:
         return []
@@ -248,7 +248,7 @@ def _structure_hint(a: RecordedModel, b: RecordedModel) -> str:
     return f"{path_text(path)} is {mine} in a, and {yours} in b{more}"
 
 
-def _identity_differences(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
+def _model_differences(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
     if a.type != b.type:
         yield Finding("model", f"the model is a {a.type} in a, and a {b.type} in b")
     else:

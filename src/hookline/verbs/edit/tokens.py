@@ -120,9 +120,9 @@ def read_tokens(inputs: Mapping[str, Any]) -> PassTokens:
     sizes = _sizes(named, "decoder_input_ids", "decoder_inputs_embeds", "labels")
     is_pair = "decoder_input_ids" in named or "decoder_inputs_embeds" in named
     if not is_pair:
-        return PassTokens(_tokens(named, _rows_and_columns(named), has_cache=True), None)
-    main = _tokens(named, _rows_and_columns(named), has_cache=False)
-    return PassTokens(main, _tokens(named, sizes, "decoder_", has_cache=True))
+        return PassTokens(_read_stack_tokens(named, _rows_and_columns(named), has_cache=True), None)
+    main = _read_stack_tokens(named, _rows_and_columns(named), has_cache=False)
+    return PassTokens(main, _read_stack_tokens(named, sizes, "decoder_", has_cache=True))
 
 
 def _sizes(named: Mapping[str, Any], *names: str) -> tuple[int, int] | None:
@@ -146,7 +146,7 @@ def _rows_and_columns(named: Mapping[str, Any]) -> tuple[int, int] | None:
     return _sizes(named, *MASKS)
 
 
-def _tokens(
+def _read_stack_tokens(
     named: Mapping[str, Any], sizes: tuple[int, int] | None, prefix: str = "", *, has_cache: bool
 ) -> Tokens | None:
     if sizes is None:

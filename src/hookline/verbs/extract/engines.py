@@ -20,12 +20,12 @@ from hookline.verbs.extract.worker import Worker, run_shards
 class Engine(Protocol):
     """Makes the shards of a job: in this process, or in several."""
 
-    def run(self, job: Job, numbers: Iterable[int], on_written: Callable[[Shard], None]) -> None:
+    def run(self, job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
         """Make shards, and write them.
 
         Args:
             job: the job, planned.
-            numbers: the shards, in order; endless for data without a length.
+            shards: the numbers of the shards, in order; endless for data without a length.
             on_written: called with each shard that is on disk; those that other processes have
                 written may be left out. May be called in another thread.
         """
@@ -46,9 +46,9 @@ class InProcess:
     worker: Worker
     ranks: Ranks
 
-    def run(self, job: Job, numbers: Iterable[int], on_written: Callable[[Shard], None]) -> None:
+    def run(self, job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
         """Make this rank's share of shards, and wait for the others."""
-        share = itertools.islice(numbers, self.ranks.me, None, self.ranks.n)
+        share = itertools.islice(shards, self.ranks.me, None, self.ranks.n)
 
         def work(pulse: Pulse) -> None:
             def note(shard: Shard) -> None:
@@ -64,12 +64,12 @@ def write_shards(
     place: Place,
     worker: Worker,
     job: Job,
-    numbers: Iterable[int],
+    shards: Iterable[int],
     on_written: Callable[[Shard], None],
 ) -> None:
     """Make shards in this thread, and write them in another one."""
     with ShardWriter(place, on_written, job=job.digest) as writer:
-        for number, chunks in run_shards(worker, job, numbers):
+        for number, chunks in run_shards(worker, job, shards):
             writer.put(number, chunks, worker.offload.waiter())
 
 

@@ -90,9 +90,9 @@ class OnRay:
         """End what `connect` has begun. Idempotent."""
         self._open.close()
 
-    def run(self, job: Job, numbers: Iterable[int], on_written: Callable[[Shard], None]) -> None:
+    def run(self, job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
         """Make shards in actors, and read the description of each one that is on disk."""
-        left = list(numbers)
+        left = list(shards)
         if not left:
             return  # the manifest alone was not written
         n_actors = min(_max_actors(self._ray, torch.get_num_threads(), self._device), len(left))
@@ -222,23 +222,23 @@ class _Replica:
     def confirm_running(self) -> None:
         """Tell that the actor runs."""
 
-    def make_shards(self, numbers: list[int]) -> _TaskResult:
+    def make_shards(self, shards: list[int]) -> _TaskResult:
         """Make shards and write them."""
         error = b""
         try:
-            self._thread.submit(self._make_in_thread, numbers).result()
+            self._thread.submit(self._make_in_thread, shards).result()
         except Exception as raised:
             error = _pickled(raised)  # Ray would give its text alone
-        return _TaskResult(numbers, json.dumps(self._thread.submit(environment).result()), error)
+        return _TaskResult(shards, json.dumps(self._thread.submit(environment).result()), error)
 
-    def _make_in_thread(self, numbers: list[int]) -> None:
+    def _make_in_thread(self, shards: list[int]) -> None:
         if self._worker is None:
             self._process.apply()
             self._worker = self._open.enter_context(_fetch_setup(self._setup[0]).worker())
             self._worker.forms = {form.name: form for form in self._job.columns}
             _check_model_copy(self._worker, self._job)
         # The driver reads what it needs from the file of each shard.
-        write_shards(self._place, self._worker, self._job, numbers, lambda shard: None)
+        write_shards(self._place, self._worker, self._job, shards, lambda shard: None)
 
 
 @final

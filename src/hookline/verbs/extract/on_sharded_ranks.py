@@ -47,12 +47,12 @@ class OnShardedRanks:
         self._ranks = ranks
         self._is_split = sharding_kind(model) == "split"
 
-    def run(self, job: Job, numbers: Iterable[int], on_written: Callable[[Shard], None]) -> None:
+    def run(self, job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
         """Make this rank's share of shards, in step with the others."""
         error: Exception | None = None
         with _in_lockstep(self._model, self._worker) as steps:
             try:
-                self._write(job, numbers, on_written, steps)
+                self._write(job, shards, on_written, steps)
             except _FailedElsewhere:
                 pass  # below, the rank that has failed says how
             except RanksError:
@@ -63,15 +63,15 @@ class OnShardedRanks:
         self._ranks.on_each(lambda: raise_if(error))
 
     def _write(
-        self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None], steps: _Lockstep
+        self, job: Job, shards: Iterable[int], written: Callable[[Shard], None], steps: _Lockstep
     ) -> None:
         if not self._is_split:
-            numbers = itertools.islice(numbers, self._ranks.me, None, self._ranks.n)
+            shards = itertools.islice(shards, self._ranks.me, None, self._ranks.n)
         if self._is_split and self._ranks.me > 0:
-            for _ in run_shards(self._worker, job, numbers):
+            for _ in run_shards(self._worker, job, shards):
                 pass  # rank 0 has the same rows
         else:
-            write_shards(self._place, self._worker, job, numbers, written)
+            write_shards(self._place, self._worker, job, shards, written)
         steps.join_remaining()
 
 

@@ -232,16 +232,16 @@ class _GatheredRecord:
 
 
 def run_shards(
-    worker: Worker, job: Job, numbers: Iterable[int]
+    worker: Worker, job: Job, shards: Iterable[int]
 ) -> Iterator[tuple[int, list[Chunk]]]:
     """Yield the rows of shards, one shard after the other.
 
     Args:
         worker: runs the batches.
         job: the job.
-        numbers: the shards, in order; endless for data without a length.
+        shards: the numbers of the shards, in order; endless for data without a length.
     """
-    batch_numbers = itertools.chain.from_iterable(map(job.batches_of, numbers))
+    batch_numbers = itertools.chain.from_iterable(map(job.batches_of, shards))
     pending: list[Chunk] = []
     for batch in _load_batches(worker, batch_numbers):
         pending.append(worker.run_batch(batch))

@@ -169,12 +169,12 @@ class Lane:
         else:
             self.n_lost += 1
 
-    def _account_of(self, context: Context, slot: int) -> Account:
+    def _account_of(self, context: Context, phase: int) -> Account:
         """Return the account of a context for a phase."""
-        key = context, slot
+        key = context, phase
         account = self._accounts.get(key)
         if account is None:
-            account = self._accounts[key] = Account(self, context, slot)
+            account = self._accounts[key] = Account(self, context, phase)
             self.windows.make_room(context.index + 1)
         return account
 
