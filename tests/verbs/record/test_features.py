@@ -328,9 +328,9 @@ def test_a_batch_that_does_not_reach_a_site_is_named(net, image):
 
 def test_a_model_whose_features_were_interrupted_runs_to_its_end():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    prefix = PartialForward(model, "0", "features", {})
+    runner = PartialForward(model, "0", "features", {})
     with pytest.warns(hl.HooklineWarning, match="line was dropped while its hooks were on"):
-        del prefix  # as where Ctrl-C came before the block
+        del runner  # as where Ctrl-C came before the block
         gc.collect()
     assert model(torch.ones(1, 2)).shape == (1, 2)
     assert not model[0]._forward_hooks

@@ -62,15 +62,15 @@ class Setup:
         is_eval = options.get("eval", True)
         # The block begins at once: an error in between would leave hooks on the model.
         with (
-            PartialForward(self.model, self.selector, "extract", keeping) as prefix,
-            in_eval_mode(prefix.modules) if is_eval else nullcontext(),
+            PartialForward(self.model, self.selector, "extract", keeping) as runner,
+            in_eval_mode(runner.modules) if is_eval else nullcontext(),
         ):
-            prefix.state = state
+            runner.state = state
             mask = MaskOption(options.get("mask", DEFAULT_MASK), "mask" in options)
             gather = partial(_gather_whole, keep, dtype) if is_split else None
-            worker = Worker(prefix, self.source, options.get("inputs"), mask, gather)
+            worker = Worker(runner, self.source, options.get("inputs"), mask, gather)
             yield worker
-        changed = prefix.changing or (state.changed() if state else [])
+        changed = runner.changing or (state.changed() if state else [])
         if changed:
             remedy = (
                 "Extract in one process, without an interruption, or reset it before each batch."

@@ -34,7 +34,7 @@ class Worker:
     """Run the batches of a job, and return their rows.
 
     Args:
-        prefix: runs the model as far as the last selected site.
+        runner: runs the model as far as the last selected site.
         source: the data.
         inputs: a function of a batch that returns the model's inputs; None gives the whole batch.
         mask: the mask of the tokens of a batch, as in `hl.extract`.
@@ -48,25 +48,25 @@ class Worker:
 
     def __init__(
         self,
-        prefix: PartialForward,
+        runner: PartialForward,
         source: DataSource,
         inputs: Any,
         mask: MaskOption,
         gather: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._prefix = prefix
-        self.forward: Callable[[Any], list[Site]] = prefix.run
+        self._runner = runner
+        self.forward: Callable[[Any], list[Site]] = runner.run
         # A model on meta is refused where its values come.
         self._accelerators = {
-            device for device in prefix.devices() if device.type not in ("cpu", "meta")
+            device for device in runner.devices() if device.type not in ("cpu", "meta")
         }
         self._gather = gather
         self.source = source
         self._inputs = inputs
         self._mask = mask
-        config = getattr(prefix.modules[0], "config", None)
+        config = getattr(runner.modules[0], "config", None)
         self._has_decoder: bool = getattr(config, "is_encoder_decoder", False) is True
-        self._device = _device_of(prefix)
+        self._device = _device_of(runner)
         self.offload: Offload = Offload(self._device)
         self._ahead: deque[Callable[[], None]] = deque()
         self.forms: dict[str, ColumnForm] | None = None
@@ -81,7 +81,7 @@ class Worker:
     @property
     def sites(self) -> Sequence[Site]:
         """The selected sites."""
-        return self._prefix.sites
+        return self._runner.sites
 
     def run_first(self) -> Chunk:
         """Run the model on the first batch, and keep its rows for later.
@@ -105,7 +105,7 @@ class Worker:
 
     def summary(self, chunk: Chunk) -> dict[str, Any]:
         """Return the rows of a batch in a few numbers, by which another model is noticed."""
-        kind, model = self._device.type, self._prefix.modules[0]
+        kind, model = self._device.type, self._runner.modules[0]
         dtypes = {parameter.dtype for parameter in model.parameters()}
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
@@ -114,7 +114,7 @@ class Worker:
         return summary_of(chunk.columns, ComputePrecision.of(kind, dtypes, is_split=is_split))
 
     def _run_to_the_end(self, batch: NumberedBatch) -> Chunk:
-        with self._prefix.to_the_end():
+        with self._runner.to_the_end():
             return self._run(batch)
 
     def run_batch(self, batch: NumberedBatch) -> Chunk:
@@ -150,7 +150,7 @@ class Worker:
         tokens = find_tokens(given, self._mask)
         with torch.no_grad():
             missing = self._forward_with_hint(tree.map_tensors(self._move, data))
-        passes = self._prefix.recording.pop_passes()
+        passes = self._runner.recording.pop_passes()
         _check_reached(missing, passes, batch.number)
         if len(passes) != 1:
             raise InputError(
@@ -175,7 +175,7 @@ class Worker:
             return self.forward(data)
         except TypeError as error:
             if self._inputs is None:
-                suggest_inputs(self._prefix.modules[0], data, error)
+                suggest_inputs(self._runner.modules[0], data, error)
             raise
 
     def first_inputs(self) -> Any:
@@ -184,7 +184,7 @@ class Worker:
 
     def drop_recorded(self) -> None:
         """Forget what the model gave since the last batch."""
-        self._prefix.recording.pop_passes()
+        self._runner.recording.pop_passes()
 
     def _inputs_of(self, batch: NumberedBatch) -> Any:
         """Return the model's inputs from a batch.
@@ -288,7 +288,7 @@ def _check_reached(missing: Sequence[Site], passes: Sequence[PassRecord], number
 _CPU = torch.device("cpu")
 
 
-def _device_of(prefix: PartialForward) -> torch.device:
+def _device_of(runner: PartialForward) -> torch.device:
     """Return the device of the model's first parameter; the CPU if it has none."""
-    first = next(prefix.modules[0].parameters(), None)
+    first = next(runner.modules[0].parameters(), None)
     return _CPU if first is None else first.device

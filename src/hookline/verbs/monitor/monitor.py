@@ -117,9 +117,9 @@ class MonitorLine(FinalizingLine[EverywhereHooks]):
             finally:
                 self._to.close()
             if error is None:
-                self._warn()
+                self._warn_at_end()
 
-    def _warn(self) -> None:
+    def _warn_at_end(self) -> None:
         report, steps = self._line.report(), self._steps
         if not steps.n_reported:
             warn(f"hl.monitor reported no step: {_why_no_report(report, steps)}")

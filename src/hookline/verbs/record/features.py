@@ -78,16 +78,16 @@ def features(
     missing: list[Site] = []
     # The block begins at once: an error in between would leave hooks on the model.
     with (
-        PartialForward(model, selector, "features", options) as prefix,
-        in_eval_mode(prefix.modules) if eval else nullcontext(),
+        PartialForward(model, selector, "features", options) as runner,
+        in_eval_mode(runner.modules) if eval else nullcontext(),
     ):
         # A module behind the last site may change what the next batch depends on.
         if isinstance(inputs, DataLoader | Iterator) and may_keep_state(model):
-            prefix.state = KeptState(model)
+            runner.state = KeptState(model)
         for number, batch in enumerate(_batches(model, inputs)):
-            missing = prefix.run(batch)
-            if prefix.state is not None:
-                prefix.recording.drop_repeats()  # of a run to the end
+            missing = runner.run(batch)
+            if runner.state is not None:
+                runner.recording.drop_repeats()  # of a run to the end
             if missing and number:
                 raise NotRecordedError(
                     f"{missing[0]} must have a value for each batch, got none for batch {number}."
@@ -96,8 +96,8 @@ def features(
             if missing:
                 break
     for site in missing:
-        prefix.recording[site]  # raises an error that says why
-    return prefix.recording
+        runner.recording[site]  # raises an error that says why
+    return runner.recording
 
 
 def _batches(model: nn.Module, inputs: Any) -> Iterator[Any]:

@@ -193,18 +193,18 @@ def _reader(model: nn.Module, read: str | Site | None) -> Iterator[Callable[[Any
     if read is None:
         yield partial(call, model)
         return
-    with PartialForward(model, str(read), "sweep", {}) as prefix:
-        if len(prefix.sites) != 1:
+    with PartialForward(model, str(read), "sweep", {}) as runner:
+        if len(runner.sites) != 1:
             raise InputError(
-                f"read must be one site, got {read!r}, which matches {len(prefix.sites)}."
-                f"\nGive one of them: {str(prefix.sites[0])!r}."
+                f"read must be one site, got {read!r}, which matches {len(runner.sites)}."
+                f"\nGive one of them: {str(runner.sites[0])!r}."
             )
 
         def run(inputs: Any) -> Any:
-            missing = prefix.run(inputs)
+            missing = runner.run(inputs)
             if missing:
-                prefix.recording[missing[0]]  # raises an error that says why
-            return prefix.recording.pop_passes()[-1][prefix.sites[0]]
+                runner.recording[missing[0]]  # raises an error that says why
+            return runner.recording.pop_passes()[-1][runner.sites[0]]
 
         try:
             yield run
