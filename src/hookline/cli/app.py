@@ -54,7 +54,7 @@ from hookline.errors import InputError, ModelError
 from hookline.models import Batch, LoadedModel, load_model
 from hookline.models.demo import training_facts
 from hookline.models.packages import RANDOM
-from hookline.verbs.check.replay_file import read as read_situation
+from hookline.verbs.check.replay_file import read as read_saved_call
 from hookline.verbs.shared.run_model import Inputs
 from hookline.views import terminal_plots
 from hookline.views.page import write_comparison_page
@@ -559,11 +559,11 @@ def replay_command(
 ) -> None:
     """Show who made a NaN or an infinity; with the model, run that module alone once more."""
     with exit_on_errors():
-        situation = read_situation(file)
+        saved = read_saved_call(file)
         finding = None
         if model is not None:
-            finding = situation.run(_load_model(model, weights).model, hl.check)
-    out.print(str(situation.finding), markup=False, soft_wrap=True)
+            finding = saved.run(_load_model(model, weights).model, hl.check)
+    out.print(str(saved.finding), markup=False, soft_wrap=True)
     if finding is not None:
         out.print("\nrun again:", markup=False)
         out.print(str(finding), markup=False, soft_wrap=True)

@@ -85,8 +85,8 @@ class Outcome:
             finding = finding.with_(rank=rank_here())
         # A full disk, or an argument that cannot be saved, must not hide the finding.
         try:
-            situation = replay.situation(origin, finding)
-            return situation.finding.with_(file=situation.write(self._folder))
+            saved = replay.saved_call(origin, finding)
+            return saved.finding.with_(file=saved.write(self._folder))
         except FolderError as error:
             note = str(error)
         except Exception as error:

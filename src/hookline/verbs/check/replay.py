@@ -46,7 +46,7 @@ from hookline.verbs.check.nonfinite_origins import (
     OutsideTensors,
     measure,
 )
-from hookline.verbs.check.replay_file import Situation
+from hookline.verbs.check.replay_file import SavedCall
 from hookline.verbs.shared import rerun
 from hookline.verbs.shared.rerun import ChangingBuffers, RunComparison, RunStart
 from hookline.verbs.shared.root_call import root_call
@@ -354,7 +354,7 @@ class Replay:
             notes=(SINCE_START,) if origin.kind == "parameter" else (),
         )
 
-    def situation(self, origin: Origin, finding: CheckFinding) -> Situation:
+    def saved_call(self, origin: Origin, finding: CheckFinding) -> SavedCall:
         """Return what is needed to run the module again that made a value; in a backward the root.
 
         Tensors are as they are now. A note tells if an input was overwritten since the call began.
@@ -368,7 +368,7 @@ class Replay:
             finding = finding.with_(notes=(*finding.notes, note))
         module, start = call.node.module, self._run.start
         assert start is not None
-        return Situation(
+        return SavedCall(
             finding=finding,
             path=call.node.path,
             inputs=(call.args, call.kwargs),

@@ -35,8 +35,8 @@ _KEY = "hookline"
 
 @final
 @dataclass(slots=True)
-class Situation:
-    """The situation in which a module made a value that is not finite."""
+class SavedCall:
+    """A call that made a value that is not finite, with what it takes to run it again."""
 
     finding: CheckFinding  # who made the value
     path: str  # the module's path
@@ -49,7 +49,7 @@ class Situation:
     lost: tuple[str, ...] = ()  # the arguments that could not be saved
 
     def write(self, folder: Path) -> str:
-        """Write the situation into a new file of a folder, and return its path.
+        """Write the call into a new file of a folder, and return its path.
 
         Raises:
             FolderError: the file cannot be written.
@@ -134,8 +134,8 @@ class Situation:
             torch.autograd.backward(outputs[:number], self.gradients[:number])
 
 
-def read(path: str | os.PathLike[str]) -> Situation:
-    """Read a file that `Situation.write` made.
+def read(path: str | os.PathLike[str]) -> SavedCall:
+    """Read a file that `SavedCall.write` made.
 
     Raises:
         FolderError: it is not such a file, or it is damaged.
@@ -148,10 +148,10 @@ def read(path: str | os.PathLike[str]) -> Situation:
             body = json.loads((file.metadata() or {})[_KEY])
             if body["format"] != _FORMAT:
                 raise ValueError(body["format"])
-            situation = _decode(body, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        str(situation.finding)  # fails if the finding is damaged
-        torch.Generator().set_state(situation.rng)
-        return situation
+            saved = _decode(body, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        str(saved.finding)  # fails if the finding is damaged
+        torch.Generator().set_state(saved.rng)
+        return saved
     except FileNotFoundError:
         raise FolderError(f"{path} does not exist.\n{_GIVE}") from None
     except (OSError, SafetensorError, LookupError, RuntimeError, ValueError, TypeError,
@@ -165,9 +165,9 @@ def read(path: str | os.PathLike[str]) -> Situation:
 _GIVE = "Give the file that hl.check(model, keep=folder) wrote when it raised."
 
 
-def _decode(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Situation:
+def _decode(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SavedCall:
     args, kwargs = decode(body["inputs"], tensors.__getitem__)
-    return Situation(
+    return SavedCall(
         finding=CheckFinding.from_json(body["finding"]),
         path=str(body["path"]),
         inputs=(tuple(args), dict(kwargs)),
@@ -192,7 +192,7 @@ def _reserve_file(folder: Path, name: str) -> Path:
 
 
 def make_folder(keep: str | os.PathLike[str]) -> Path:
-    """Make the folder for kept situations.
+    """Make the folder for saved calls.
 
     Raises:
         FolderError: the folder cannot be made.
