@@ -20,7 +20,7 @@ ROOMS = [
     "hookline.verbs.anatomy",
     "hookline.verbs.doctor", "hookline.verbs.cam", "hookline.verbs.clip", "hookline.verbs.check",
     "hookline.verbs.watch",
-    "hookline.verbs.profile", "hookline.verbs.monitor", "hookline.verbs.monitor.sinks",
+    "hookline.verbs.profile", "hookline.verbs.monitor", "hookline.verbs.monitor.writers",
     "hookline.verbs.record", "hookline.verbs.edit", "hookline.verbs.summary",
     "hookline.verbs.attach", "hookline.verbs.inventory", "hookline.verbs.operations",
     "hookline.verbs.shared",

@@ -10,7 +10,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.curves import run_folder
-from hookline.verbs.monitor.sinks import files
+from hookline.verbs.monitor.writers import files
 
 N_STEPS = 5
 

@@ -14,8 +14,8 @@ from hookline.display.text import plural, type_and_line
 from hookline.engine.model_fingerprint import recorded_model
 from hookline.errors import FolderError, HooklineWarning, warn
 from hookline.util.creating_process import CreatingProcess
-from hookline.verbs.monitor.sinks import ReportWriter, name_of, writers_for
-from hookline.verbs.monitor.sinks.files import RunWriter
+from hookline.verbs.monitor.writers import ReportWriter, name_of, writers_for
+from hookline.verbs.monitor.writers.files import RunWriter
 
 _MOST_TRIES = 3  # of one report, before later ones are tried
 _MOST_REFUSED = 3  # reports in a row: then the writer is down

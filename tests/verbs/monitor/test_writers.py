@@ -285,7 +285,7 @@ def test_mlflow_gets_one_batch_a_step(mlflow):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_mlflow_gets_each_metric_once_after_a_failed_batch(mlflow, monkeypatch):
-    from hookline.verbs.monitor.sinks import mlflow as sink
+    from hookline.verbs.monitor.writers import mlflow as mlflow_writer
 
     n_calls, log_batch = [], mlflow.MlflowClient.log_batch
 
@@ -295,7 +295,7 @@ def test_mlflow_gets_each_metric_once_after_a_failed_batch(mlflow, monkeypatch):
             raise OSError("the server is away")
         log_batch(self, *args, **options)
 
-    monkeypatch.setattr(sink, "_MOST_METRICS", 5)
+    monkeypatch.setattr(mlflow_writer, "_MOST_METRICS", 5)
     monkeypatch.setattr(mlflow.MlflowClient, "log_batch", unsteady)
     with mlflow.start_run() as run, pytest.warns(hl.HooklineWarning, match="server is away"):
         seen = train(mlflow)
@@ -516,7 +516,7 @@ def test_two_monitors_on_one_folder_do_not_mix(tmp_path):
 def test_a_parquet_file_has_each_row_once_after_a_full_disk(tmp_path, monkeypatch, n_bytes):
     from pyarrow import parquet
 
-    monkeypatch.setattr("hookline.verbs.monitor.sinks.parquet._GROUP_ROWS", 10)
+    monkeypatch.setattr("hookline.verbs.monitor.writers.parquet._GROUP_ROWS", 10)
     limit = full_disk(n_bytes)
 
     def disk(step, numbers):
@@ -535,7 +535,7 @@ def test_a_parquet_file_has_each_row_once_after_a_full_disk(tmp_path, monkeypatc
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
 def test_a_parquet_file_without_its_end_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("hookline.verbs.monitor.sinks.parquet._GROUP_ROWS", 10)
+    monkeypatch.setattr("hookline.verbs.monitor.writers.parquet._GROUP_ROWS", 10)
     with pytest.warns(hl.HooklineWarning) as told, full_disk(2_000):
         train(tmp_path / "run.parquet", steps=8)
     assert "raised OSError" in str(told[0].message)
@@ -544,9 +544,9 @@ def test_a_parquet_file_without_its_end_is_told(tmp_path, monkeypatch):
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
-    from hookline.verbs.monitor.sinks import parquet as sink
+    from hookline.verbs.monitor.writers import parquet as parquet_writer
 
-    monkeypatch.setattr(sink, "find_spec", lambda name: None)
+    monkeypatch.setattr(parquet_writer, "find_spec", lambda name: None)
     with pytest.raises(hl.AttachError, match=r"must have pyarrow, .*\nRun in .*pip install"):
         train(tmp_path / "run.parquet")
 

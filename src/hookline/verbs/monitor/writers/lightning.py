@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, final
 
 from hookline.curves import StepReport
-from hookline.verbs.monitor.sinks.protocol import ReportWriter
-from hookline.verbs.monitor.sinks.tensorboard import TensorBoardWriter
+from hookline.verbs.monitor.writers.protocol import ReportWriter
+from hookline.verbs.monitor.writers.tensorboard import TensorBoardWriter
 
 
 def writer_of_lightning(to: Any) -> ReportWriter:

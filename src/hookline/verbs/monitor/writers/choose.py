@@ -11,13 +11,13 @@ from typing import Any
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError
 from hookline.files.folder_or_url import local_path
-from hookline.verbs.monitor.sinks.files import FunctionWriter, JsonLinesWriter, RunWriter
-from hookline.verbs.monitor.sinks.lightning import writer_of_lightning
-from hookline.verbs.monitor.sinks.mlflow import MlflowWriter
-from hookline.verbs.monitor.sinks.parquet import ParquetWriter
-from hookline.verbs.monitor.sinks.protocol import ReportWriter
-from hookline.verbs.monitor.sinks.tensorboard import TensorBoardWriter
-from hookline.verbs.monitor.sinks.wandb import WandbWriter
+from hookline.verbs.monitor.writers.files import FunctionWriter, JsonLinesWriter, RunWriter
+from hookline.verbs.monitor.writers.lightning import writer_of_lightning
+from hookline.verbs.monitor.writers.mlflow import MlflowWriter
+from hookline.verbs.monitor.writers.parquet import ParquetWriter
+from hookline.verbs.monitor.writers.protocol import ReportWriter
+from hookline.verbs.monitor.writers.tensorboard import TensorBoardWriter
+from hookline.verbs.monitor.writers.wandb import WandbWriter
 
 # What makes the writer for objects of a class, by the class's package and name. No logger is
 # imported for this.

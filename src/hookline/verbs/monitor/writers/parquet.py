@@ -12,7 +12,7 @@ from hookline.display.text import first_line
 from hookline.errors import AttachError, FolderError
 from hookline.util.creating_process import CreatingProcess
 from hookline.util.optional_imports import how_to_install
-from hookline.verbs.monitor.sinks.files import make_parent_folder
+from hookline.verbs.monitor.writers.files import make_parent_folder
 
 _GROUP_ROWS = 2**16
 

@@ -1,5 +1,0 @@
-"""Write reports to loggers: one file for each, imported when it is used."""
-
-from hookline.verbs.monitor.sinks.choose import writers_for as writers_for
-from hookline.verbs.monitor.sinks.protocol import ReportWriter as ReportWriter
-from hookline.verbs.monitor.sinks.protocol import name_of as name_of
