@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.curves.findings import findings_of_steps
+from hookline.curves.findings import judge_steps
 from runs import layout_of, report_of
 
 NAN = float("nan")
@@ -22,7 +22,7 @@ def findings(sites, steps, order=None):
     order = None if order is None else np.array(order, np.int32)
     reports = [report_of(k, layout, values, 0.0) for k, values in enumerate(steps)]
     reports = [dataclasses.replace(report, order=order) for report in reports]
-    return {finding.kind: finding for finding in findings_of_steps(reports)}
+    return {finding.kind: finding for finding in judge_steps(reports)}
 
 
 def test_the_first_nan_is_at_the_site_that_fired_first():
@@ -74,9 +74,9 @@ def test_dead_units_are_named_where_features_are_measured(with_dead_units):
     finding = next(f for f in with_dead_units.findings() if f.kind == "dead units")
     assert finding.text == "4 units of 0 pass nothing: 1, 2, 4, 5."
     reports = with_dead_units._source.read()
-    kinds = [finding.kind for finding in findings_of_steps(reports[:9])]
+    kinds = [finding.kind for finding in judge_steps(reports[:9])]
     assert "dead units" not in kinds
-    texts = [finding.text for finding in findings_of_steps(reports[:11])]
+    texts = [finding.text for finding in judge_steps(reports[:11])]
     assert "5 units of 0 pass nothing: 1, 2, 4, 5, …." in texts
 
 
@@ -86,5 +86,5 @@ def test_units_of_a_step_without_a_finite_row_are_not_dead():
         for step in range(12):
             model(torch.full((3, 2), 0.0 if step else NAN))
     reports = seen._source.read()
-    assert "dead units" in [finding.kind for finding in findings_of_steps(reports)]
-    assert "dead units" not in [finding.kind for finding in findings_of_steps(reports[:10])]
+    assert "dead units" in [finding.kind for finding in judge_steps(reports)]
+    assert "dead units" not in [finding.kind for finding in judge_steps(reports[:10])]

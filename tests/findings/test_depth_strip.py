@@ -12,7 +12,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.display.units import measure
-from hookline.findings.depth_strip import INKS, strip_svg
+from hookline.findings.depth_strip import INKS, depth_strip_svg
 from hookline.recordings.judge_passes import judge_passes
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -41,7 +41,7 @@ def recorded(change=None, **options):
 
 def drawn(run):
     findings, survey = judge_passes(run.passes, run.modules, run.report())
-    text = strip_svg(survey, findings)
+    text = depth_strip_svg(survey, findings)
     return ElementTree.fromstring(text.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" '))
 
 
@@ -144,4 +144,4 @@ def test_a_single_output_and_none_have_no_strip():
     model = nn.Linear(2, 2)
     with hl.record(model) as run:
         model(torch.ones(1, 2))
-        assert strip_svg(judge_passes(run.passes, run.modules, run.report())[1], ()) == ""
+        assert depth_strip_svg(judge_passes(run.passes, run.modules, run.report())[1], ()) == ""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hookline as hl
-from hookline.data.array_files import OF_NUMPY, open_arrays_for
+from hookline.data.array_files import OF_NUMPY, open_and_cast_arrays
 from hookline.display.text import first_line
 from hookline.errors import InputError, warn
 from hookline.models import LoadedModel, load_demo_digits
@@ -101,7 +101,7 @@ def _open_data(loaded: LoadedModel, data: str) -> Any:
         return load_demo_digits()[0]
     path = Path(data).expanduser().absolute()
     if path.suffix.lower() in OF_NUMPY and is_file(path):
-        content, is_converted = open_arrays_for(path, loaded.model)
+        content, is_converted = open_and_cast_arrays(path, loaded.model)
         if is_converted:
             if not (dist.is_initialized() and dist.get_rank()):
                 warn(f"{path.name} holds float64: it is converted to the float32 of the model.")

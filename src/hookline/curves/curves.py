@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.curves.curves_table import curves_printout, last_numbers_by_site
-from hookline.curves.findings import findings_of_steps
+from hookline.curves.findings import judge_steps
 from hookline.curves.logged_numbers import Logged, check_logged, logged_curves
 from hookline.curves.numbers_over_steps import CurveColumns
 from hookline.curves.slot_layout import Layout
@@ -359,7 +359,7 @@ class Curves(Result):
         Returns:
             The findings, the worst first: print them, or ask `.ok` and `.worst`.
         """
-        return findings_of_steps(self._source.read(), self._source.read_user_numbers())
+        return judge_steps(self._source.read(), self._source.read_user_numbers())
 
     def reports(self) -> ReportSource:
         """Return the reports that the curves are read from, those of one rank with it alone."""

@@ -28,7 +28,7 @@ def curves_printout(
     first, last = reports[0].step, reports[-1].step
     steps = f"{plural(len(reports), 'step')}, {first} to {last}; the last:"
     shown = sites[:_MOST_ROWS]
-    numbers = {site: _latest(reports, site, rank) for site in shown}
+    numbers = {site: _last_values(reports, site, rank) for site in shown}
     names = list(dict.fromkeys(name for named in numbers.values() for name in named))
     trend = pick_evenly(reports, _TREND_STEPS)
     columns = [
@@ -56,12 +56,12 @@ def last_numbers_by_site(
 ) -> list[dict[str, Any]]:
     """Return the numbers of each site at the last step that has any."""
     return [
-        {"site": site} | {name or "value": n for name, n in _latest(reports, site, rank).items()}
+        {"site": site} | {key or "value": n for key, n in _last_values(reports, site, rank).items()}
         for site in sites
     ]
 
 
-def _latest(reports: Sequence[StepReport], site: str, rank: int | None) -> dict[str, float]:
+def _last_values(reports: Sequence[StepReport], site: str, rank: int | None) -> dict[str, float]:
     """Return the numbers of a site at the last step that has any."""
     for report in reversed(reports):
         results = report.results(site, rank)

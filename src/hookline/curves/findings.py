@@ -130,7 +130,7 @@ def _firing_turn(report: StepReport, site: str, default: int) -> int:
     return default if turn == NO_TURN else turn
 
 
-def findings_of_steps(
+def judge_steps(
     reports: Sequence[StepReport],
     logged: Sequence[StepReport] = (),
     table: DownsampledTable | None = None,

@@ -48,7 +48,7 @@ def open_arrays(path: Path) -> Any:
     return next(iter(content.values())) if is_lone else content
 
 
-def open_arrays_for(path: Path, model: nn.Module) -> tuple[Any, bool]:
+def open_and_cast_arrays(path: Path, model: nn.Module) -> tuple[Any, bool]:
     """Open a file of arrays; float64 of NumPy becomes the float32 of a model's parameters.
 
     Returns:

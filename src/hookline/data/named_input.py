@@ -145,7 +145,7 @@ def _load_arrays(path: Path, model: nn.Module) -> Batch:
     Raises:
         InputError: the file is broken, needs unpickling, or holds no array of numbers.
     """
-    content, is_converted = array_files.open_arrays_for(path, model)
+    content, is_converted = array_files.open_and_cast_arrays(path, model)
 
     def read(value: Any) -> Any:
         return read_numbers(value, str(path)) if isinstance(value, ArrayRows) else value

@@ -20,7 +20,7 @@ def count(number: float) -> str:
     Returns:
         The text; a number below 1000 is not scaled.
     """
-    return _scaled(number, 1000, _COUNT_UNITS)
+    return _format_scaled(number, 1000, _COUNT_UNITS)
 
 
 def size(n_bytes: float) -> str:
@@ -35,7 +35,7 @@ def size(n_bytes: float) -> str:
     Returns:
         The text.
     """
-    return _scaled(n_bytes, 1024, _BYTE_UNITS)
+    return _format_scaled(n_bytes, 1024, _BYTE_UNITS)
 
 
 def duration(seconds: float) -> str:
@@ -82,7 +82,7 @@ def share(part: float | None) -> str:
     return f"{percent:.3g} %"
 
 
-def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
+def _format_scaled(number: float, base: int, units: tuple[str, ...]) -> str:
     if number < base:
         return f"{number:g} {units[0]}".rstrip()
     power = min(int(math.log(number, base)), len(units) - 1)

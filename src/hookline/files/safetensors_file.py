@@ -132,7 +132,7 @@ class TensorFile:
         entry = self._tensors.get(name)
         if entry is None:
             dtype, shape, _, _ = self._entry(name)
-            tensor = _tensor_of(self.read_verified(name), dtype, shape)
+            tensor = _bytes_to_tensor(self.read_verified(name), dtype, shape)
             # setdefault: if another thread has read it too, both get the same tensor.
             entry = self._tensors.setdefault(name, (tensor, tensor._version))
         tensor, version = entry
@@ -182,11 +182,11 @@ class TensorFile:
         return dtype, shape, start, end
 
 
-def _tensor_of(data: Any, dtype: torch.dtype, shape: list[int]) -> Tensor:
+def _bytes_to_tensor(data: Any, dtype: torch.dtype, shape: list[int]) -> Tensor:
     if torch.is_inference_mode_enabled():
         # An inference tensor has no version counter, so writes could not be detected.
         with torch.inference_mode(False):
-            return _tensor_of(data, dtype, shape)
+            return _bytes_to_tensor(data, dtype, shape)
     if not len(data):
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=dtype).view(shape)

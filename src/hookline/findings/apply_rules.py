@@ -10,7 +10,7 @@ from hookline.findings.survey import Survey
 _CAUSES = ("dead", "channels", "exploding", "vanishing", "non-finite")
 
 
-def findings_of(survey: Survey) -> list[Finding]:
+def judge_survey(survey: Survey) -> list[Finding]:
     """Return the findings of a pass, the worst first.
 
     Consequences are left out: of gradients where the forward is not finite, of spreads after it.

@@ -36,7 +36,7 @@ class _Lane(NamedTuple):
     is_log: bool = True
 
 
-def strip_svg(survey: Survey, findings: Iterable[Finding]) -> str:
+def depth_strip_svg(survey: Survey, findings: Iterable[Finding]) -> str:
     """Draw the outputs of a pass from left to right in firing order; empty without two of them.
 
     Args:

@@ -60,13 +60,13 @@ def non_finite_finding(
 
 def non_finite(survey: Survey) -> Iterator[Finding]:
     """Name the first forward value with a NaN or an infinity."""
-    bad = [reading for reading in survey.forward if _is_bad(reading, survey)]
+    bad = [reading for reading in survey.forward if _is_non_finite(reading, survey)]
     if not bad:
         return
     first = bad[0]
     later = [r for r in survey.readings if r.numbers.n_bad and r is not first]
     n_bad = first.numbers.n_bad or first.numbers.n_masked
-    source = survey.before.get(id(first)) if first.port == "output" else None
+    source = survey.input_by_id.get(id(first)) if first.port == "output" else None
     why = f"{n_bad:,} of {first.numbers.numel:,} elements, the first in firing order."
     if first.port == "input" and first.path:
         why += " Code outside the recorded modules made it, right before this module."
@@ -81,7 +81,7 @@ def non_finite(survey: Survey) -> Iterator[Finding]:
     yield non_finite_finding(first, n_bad, "at", why, advice, later)
 
 
-def _is_bad(reading: Reading, survey: Survey) -> bool:
+def _is_non_finite(reading: Reading, survey: Survey) -> bool:
     """Tell whether a value is not finite; -inf alone is a mask, unless a layer made it."""
     numbers = reading.numbers
     if numbers.n_bad:
@@ -109,7 +109,7 @@ def dead_outputs(survey: Survey) -> Iterator[Finding]:
     zero = [r for r in own if r.numbers.is_zero and r.numbers.numel > _LEAST_NUMEL]
     meant = []
     for reading in zero:
-        source = survey.before.get(id(reading))
+        source = survey.input_by_id.get(id(reading))
         if source is not None and source.numbers.is_zero:
             continue
         if _is_zero_by_init(reading, survey):
@@ -139,7 +139,7 @@ def _is_zero_by_init(reading: Reading, survey: Survey) -> bool:
 
 
 def _dead_finding(reading: Reading, zero: Sequence[Reading], survey: Survey) -> Finding:
-    source = survey.before.get(id(reading))
+    source = survey.input_by_id.get(id(reading))
     why = "Every element of its output is exactly 0"
     if source is not None and is_activation(reading.module_type) and source.numbers.high <= 0:
         why += f": {source.site} is at most {source.numbers.high:.3g}"
@@ -160,7 +160,7 @@ def dead_channels(survey: Survey) -> Iterator[Finding]:
             continue
         if len(numbers.dead) < _LEAST_DEAD_CHANNELS * numbers.n_channels:
             continue
-        source = survey.before.get(id(reading))
+        source = survey.input_by_id.get(id(reading))
         if source is not None and set(numbers.dead) <= set(source.numbers.dead):
             continue
         if is_weighted(reading) or is_norm(reading.module_type):
@@ -277,7 +277,7 @@ def _is_inside_alias(path: str, aliases: Iterable[str]) -> bool:
 def odd_dtypes(survey: Survey) -> Iterator[Finding]:
     """Name the sites whose dtype differs from that at the same place of other blocks."""
     odd: list[tuple[Reading, torch.dtype]] = []
-    for group in survey.alike([r for r in survey.outputs if r.is_floating]):
+    for group in survey.group_alike([r for r in survey.outputs if r.is_floating]):
         ((usual, n_usual),) = Counter(r.numbers.dtype for r in group).most_common(1)
         if n_usual > len(group) / 2:
             odd += [(reading, usual) for reading in group if reading.numbers.dtype is not usual]

@@ -126,7 +126,7 @@ def _is_comparable(reading: Reading) -> bool:
 
 def _log_gain(reading: Reading, survey: Survey) -> float:
     """Return the logarithm of the output's standard deviation over the input's."""
-    source = survey.before.get(id(reading))
+    source = survey.input_by_id.get(id(reading))
     if source is None:
         return math.nan
     return log_or_nan(reading.numbers.std) - log_or_nan(source.numbers.std)
@@ -189,7 +189,7 @@ def _deviation_finding(group: Sequence[Deviation], survey: Survey) -> Finding:
     first = group[0]
     reading, logarithm = first.reading, first.logarithm
     kind, verb = kind_and_verb(logarithm)
-    source = survey.before.get(id(reading))
+    source = survey.input_by_id.get(id(reading))
     text = f"The spread {verb} at {reading.site} ({reading.module_type})."
     std = reading.numbers.std
     why = f"Its standard deviation is {std:.3g}; {first.others} is {first.usual:.3g}."
@@ -215,7 +215,7 @@ def _find_jump(survey: Survey) -> Finding | None:
     """Name the block at which the spread jumps, or from which it grows or shrinks steadily."""
     trunk = _measured_trunk(survey)
     change = (
-        find_change([_log_step(*pair) for pair in itertools.pairwise(trunk)]) if trunk else None
+        find_change([_log_ratio(*pair) for pair in itertools.pairwise(trunk)]) if trunk else None
     )
     return None if change is None else _trunk_finding(trunk, change, survey)
 
@@ -225,7 +225,7 @@ def _measured_trunk(survey: Survey) -> list[Reading]:
     return trunk if len(trunk) >= _LEAST_MEMBERS else []
 
 
-def _log_step(before: Reading, after: Reading) -> float:
+def _log_ratio(before: Reading, after: Reading) -> float:
     """Return the logarithm of the factor between the spreads of two blocks.
 
     It is 0 where the shapes differ, as between stages, and where single elements make it: the

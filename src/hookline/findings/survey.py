@@ -73,7 +73,7 @@ class Survey:
         return [r for r in self.outputs if self.is_leaf(r) and r.is_floating]
 
     @functools.cached_property
-    def before(self) -> dict[int, Reading]:
+    def input_by_id(self) -> dict[int, Reading]:
         """Map the identity of each leaf's reading to the reading of its input.
 
         It is the recorded input, else the leaf that fired before.
@@ -91,9 +91,9 @@ class Survey:
     @functools.cached_property
     def series(self) -> list[list[Reading]]:
         """Groups of leaf outputs at the same place of repeated blocks, three or more, in order."""
-        return self.alike(self.leaf_outputs)
+        return self.group_alike(self.leaf_outputs)
 
-    def alike(self, readings: Sequence[Reading]) -> list[list[Reading]]:
+    def group_alike(self, readings: Sequence[Reading]) -> list[list[Reading]]:
         """Group readings by their place in repeated blocks; groups of three or more."""
         groups: dict[tuple[str, ...], list[Reading]] = {}
         for reading in readings:
@@ -120,7 +120,7 @@ class Survey:
         outputs, places = list(blocks.values()), repeated_block_indices(list(blocks))
         if not places:
             layers = [reading for reading in self.leaf_outputs if is_weighted(reading)]
-            plain = [group for group in self.alike(layers) if template_of(group[0].path)[-1] == "#"]
+            plain = [row for row in self.group_alike(layers) if template_of(row[0].path)[-1] == "#"]
             return max(plain, key=len, default=[])
         return [outputs[place] for place in places]
 

@@ -148,7 +148,7 @@ def load_state_into(model: nn.Module, state: dict[str, Any], name: str, source: 
         loaded = {id(expected[key]) for key in expected if key in state}
         missing = [key for key in result.missing_keys if id(expected.get(key)) not in loaded]
         unexpected = [key for key in result.unexpected_keys if key not in computed]
-    problems = _say_problems(
+    problems = _problems_text(
         {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
     )
     if problems:
@@ -159,7 +159,7 @@ def load_state_into(model: nn.Module, state: dict[str, Any], name: str, source: 
         )
 
 
-def _say_problems(problems: dict[str, list[str]]) -> str:
+def _problems_text(problems: dict[str, list[str]]) -> str:
     return "; ".join(
         f"{len(keys)} {problem} ({', '.join(keys[:_N_KEYS_NAMED])}"
         f"{', ...' if len(keys) > _N_KEYS_NAMED else ''})"

@@ -73,7 +73,7 @@ class Collective:
     group: Any
     timeout: float
 
-    def check_ranks_match(
+    def gather_nodes(
         self, find: Callable[[], Any], *, compares_copies: bool = False
     ) -> tuple[RankValue, list[list[Node]]]:
         """Return this rank's value, and each rank's nodes. A collective.
@@ -148,7 +148,7 @@ def _error_text(error: Exception) -> str:
 
 def gather_value(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
     """Gather a value of which each rank has a part. A collective."""
-    value, nodes = ask.check_ranks_match(find, compares_copies=True)
+    value, nodes = ask.gather_nodes(find, compares_copies=True)
     check_equal_leaves(ask.question, ranks_of(ask.group, ask.question), nodes, "number")
     _check_dim(ask.question, columns(nodes, "plain", "array"), dim)
     wholes = []
@@ -165,7 +165,7 @@ def gather_value(ask: Collective, find: Callable[[], Any], dim: int | None) -> A
 def reduce_over_ranks(ask: Collective, find: Callable[[], Any], op: str) -> Any:
     """Reduce a value over ranks, element by element. A collective."""
     check_op(op)
-    value, nodes = ask.check_ranks_match(find)
+    value, nodes = ask.gather_nodes(find)
     _check_reducible(ask.question, ranks_of(ask.group, ask.question), nodes, op)
     tensors = [_reduce_tensor(ask, tensor, op) for tensor in value.tensors]
     return value.rebuild(tensors, _reduce_numbers(nodes, op))

@@ -9,7 +9,7 @@ from hookline.display.text import first_line, listed, plural
 from hookline.engine import Report, as_written
 from hookline.engine.pytree import describe, tree
 from hookline.errors import OverwrittenError
-from hookline.findings.apply_rules import findings_of
+from hookline.findings.apply_rules import judge_survey
 from hookline.findings.finding import Finding, Findings, sort_by_level
 from hookline.findings.survey import Survey
 from hookline.findings.tensor_reading import Reading, measure_numbers
@@ -81,7 +81,7 @@ def judge_passes(
     survey = Survey([])
     for record in passes:
         survey = Survey(list(reader.readings(record)), types, silent, aliases)
-        for finding in findings_of(survey):
+        for finding in judge_survey(survey):
             told.setdefault((finding.kind, finding.site), (finding, []))[1].append(record.number)
     rows = [_mention_passes(finding, numbers, len(passes)) for finding, numbers in told.values()]
     facts = f"{plural(reader.n_values, 'value')}, {plural(len(passes), 'pass', 'passes')}"

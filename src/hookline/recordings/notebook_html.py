@@ -10,7 +10,7 @@ from hookline.engine import Report
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError
 from hookline.findings import Finding, Findings
-from hookline.findings.depth_strip import INKS, strip_svg
+from hookline.findings.depth_strip import INKS, depth_strip_svg
 from hookline.recordings.firing_order import values_of
 from hookline.recordings.judge_passes import judge_passes
 from hookline.recordings.pass_record import PassRecord
@@ -38,7 +38,7 @@ def findings_html(passes: Sequence[PassRecord], modules: Mapping[str, str], repo
     if not survey.readings:
         return ""
     lines = "".join(_lines(findings))
-    return f'<div class="hookline"><p>{lines}</p>{strip_svg(survey, findings)}</div>'
+    return f'<div class="hookline"><p>{lines}</p>{depth_strip_svg(survey, findings)}</div>'
 
 
 def _is_small(passes: Sequence[PassRecord]) -> bool:

@@ -389,7 +389,7 @@ class Log:
         return f"{message}\nWrite {str(last)!r} for the last in which it has a value."
 
 
-def note_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) -> None:
+def append_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) -> None:
     """Append an entry while a torch.func transform runs.
 
     A wrapped tensor shows neither `requires_grad` nor its version. The innermost tensor does.

@@ -44,7 +44,7 @@ from hookline.recordings.key_index import Key, Lookup
 from hookline.recordings.log_entries import Contents, Entry, PassContents
 from hookline.recordings.lookups import Lookups
 from hookline.recordings.notebook_html import findings_html
-from hookline.recordings.pass_log import Log, Read, note_copied, note_transformed
+from hookline.recordings.pass_log import Log, Read, append_transformed, note_copied
 from hookline.recordings.pass_record import PassList, PassRecord, make_pass
 from hookline.recordings.site_tables import MOST_PASSES, recording_printout, site_rows
 from hookline.recordings.stored_values import Stored
@@ -122,7 +122,7 @@ class Recording(Lookups, Result):
         """Add a new pass, whose log fills as the sites fire."""
         self._log.passes.append(current)
         if current.is_transformed:
-            current.note = partial(note_transformed, current.log, self._log.keeps_graph)
+            current.note = partial(append_transformed, current.log, self._log.keeps_graph)
             self._is_transformed = True
         unversioned = self._log.unversioned
         if unversioned is not None and unversioned.begin_pass(current):
@@ -558,7 +558,7 @@ class Recording(Lookups, Result):
                 first.setdefault(site, (record, call))
 
         def remark(site: Site) -> str:
-            return _remark(*first[site], site) if site in first else ""
+            return _why_unreadable(*first[site], site) if site in first else ""
 
         return recording_printout(self._log, self.report().model_type, len(self.lost), remark)
 
@@ -606,7 +606,7 @@ def _or_join_text(log: Log, lookup: Lookup) -> str:
         return ""
 
 
-def _remark(record: PassRecord, call: int, site: Site) -> str:
+def _why_unreadable(record: PassRecord, call: int, site: Site) -> str:
     """Say why a site's first value cannot be looked up, without reading tensor data."""
     key = site if site.call is not None else Site(site.path, site.port, site.leaf, call)
     try:

@@ -107,7 +107,7 @@ class CovarianceStatistic:
         for part in measurable_parts(value):
             rows = part.reshape(math.prod(part.shape[:-1]), n)  # -1 cannot be told where n is 0
             for piece in [rows] if traces else torch.split(rows, max(1, CHUNK_NUMEL // max(1, n))):
-                slots = self.merge(slots, _slots_of_rows(to_real_float(piece).to(torch.float64)))
+                slots = self.merge(slots, _rows_to_slots(to_real_float(piece).to(torch.float64)))
         return slots
 
     def merge(self, slots: Tensor, other: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class CovarianceStatistic:
         return Covariance(count, non_finite, mean, matrix)
 
 
-def _slots_of_rows(rows: Tensor) -> Tensor:
+def _rows_to_slots(rows: Tensor) -> Tensor:
     is_finite = (rows.abs() < torch.inf).all(dim=-1, keepdim=True)
     finite = is_finite.sum(dtype=torch.float64)
     mean = torch.where(is_finite, rows, 0.0).sum(dim=0) / finite.clamp(min=1)

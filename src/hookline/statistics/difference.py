@@ -287,7 +287,7 @@ def _finite_pair(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor, in
         The blocks, the number of elements that are not finite in one of them only, and the number
         of elements that are not equal.
     """
-    x, y = _wide_pair(a, b)
+    x, y = _widen_pair(a, b)
     n_odd, unequal = 0, x != y
     if not (a.is_floating_point() or b.is_floating_point() or a.is_complex()):
         unequal = a.cpu() != b.cpu()
@@ -301,7 +301,7 @@ def _finite_pair(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor, in
     return x, y, n_odd, int(unequal.count_nonzero())
 
 
-def _wide_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _widen_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Convert two blocks to float64, or to complex128, on the CPU.
 
     The least number of a dtype means minus infinity in masks, and depends on the dtype.

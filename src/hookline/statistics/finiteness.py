@@ -91,7 +91,7 @@ def zero_infinities(tensor: Tensor) -> Tensor:
 
 def probe_extremes(value: Any) -> Tensor | None:
     """Do the same for a site where sums overflow; it takes twice the time, and is exact."""
-    plain = [plain_numbers(tensor) for tensor in measurable_in(value) if tensor.numel()]
+    plain = [local_numbers(tensor) for tensor in measurable_in(value) if tensor.numel()]
     real = [torch.view_as_real(part) if part.is_complex() else part for part in plain]
     wide = [part.float() if part.dtype not in _WIDE else part for part in real]
     # Zero times an infinity or a NaN is a NaN.
@@ -100,7 +100,7 @@ def probe_extremes(value: Any) -> Tensor | None:
 
 def probe_beside_masks(value: Any) -> Tensor | None:
     """Do the same for a site where -inf may be meant: NaN and infinity count, -inf does not."""
-    plain = map(plain_numbers, measurable_in(value))
+    plain = map(local_numbers, measurable_in(value))
     return probe_extremes([torch.nan_to_num(part, torch.nan, torch.inf, 0.0) for part in plain])
 
 
@@ -128,7 +128,7 @@ def is_measurable(tensor: Tensor) -> bool:
     return is_dynamo_compiling() or not is_wrapped(tensor)  # no graph holds a wrapped tensor
 
 
-def plain_numbers(tensor: Tensor) -> Tensor:
+def local_numbers(tensor: Tensor) -> Tensor:
     """Return the numbers that a tensor holds on this rank, without their graph."""
     tensor = tensor.detach()
     if type(tensor) is not Tensor:
@@ -142,7 +142,7 @@ def plain_numbers(tensor: Tensor) -> Tensor:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    plain = plain_numbers(tensor)
+    plain = local_numbers(tensor)
     return plain.sum() if plain.dtype in _WIDE else plain.sum(dtype=torch.float32)
 
 
@@ -167,7 +167,7 @@ def non_finite_kinds(tensor: Tensor) -> NonFinite:
     """Return the kinds of numbers in a tensor that are not finite; exact."""
     if not is_measurable(tensor) or not tensor.numel():
         return NonFinite.NONE
-    plain = plain_numbers(tensor)
+    plain = local_numbers(tensor)
     if plain.isfinite().all():
         return NonFinite.NONE
     if plain.is_complex():
@@ -187,14 +187,14 @@ def count_nan_and_inf(tensor: Tensor) -> tuple[int, int]:
 
     A complex number counts once, and a sparse tensor by the values that it holds.
     """
-    plain = plain_numbers(tensor)
+    plain = local_numbers(tensor)
     n_nan = int(plain.isnan().sum())
     return n_nan, int((~plain.isfinite()).sum()) - n_nan
 
 
 def plain_moments(tensor: Tensor) -> Moments:
     """Measure the numbers of a tensor; those of a complex tensor as real and imaginary parts."""
-    plain = plain_numbers(tensor)
+    plain = local_numbers(tensor)
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     wide = plain if plain.dtype in (torch.float32, torch.float64) else plain.double()

@@ -64,10 +64,10 @@ class Moments:
         """Measure an array of real numbers of any shape."""
         flat = np.ascontiguousarray(numbers).reshape(-1)
         if len(flat) <= _BLOCK:
-            return _of_block(flat)
+            return _block_moments(flat)
         moments = Moments()
         for start in range(0, len(flat), _BLOCK):
-            moments = moments + _of_block(flat[start : start + _BLOCK])
+            moments = moments + _block_moments(flat[start : start + _BLOCK])
         return moments
 
     def __add__(self, other: Moments) -> Moments:
@@ -163,7 +163,7 @@ class Moments:
         )  # fmt: skip
 
 
-def _of_block(block: NDArray[Any]) -> Moments:
+def _block_moments(block: NDArray[Any]) -> Moments:
     with np.errstate(over="ignore", invalid="ignore"):
         values = block.astype(np.float64)
         squares = values * values

@@ -122,14 +122,14 @@ def site_statistics(value: Any) -> Statistics | None:
         return None
     moments = measure_moments(tensor)
     shape = str(list(tensor.shape)) if not tensor.is_nested else "nested"
-    statistics = statistics_of(moments, shape, tensor.dtype)
+    statistics = moments_to_statistics(moments, shape, tensor.dtype)
     if not moments.finite:
         return statistics
     mean, std = _mean_and_std(tensor, moments)
     return replace(statistics, mean=mean, std=std)
 
 
-def statistics_of(moments: Moments, shape: str, dtype: torch.dtype) -> Statistics:
+def moments_to_statistics(moments: Moments, shape: str, dtype: torch.dtype) -> Statistics:
     """Convert moments to statistics."""
     has_numbers = moments.finite > 0
     return Statistics(

@@ -43,7 +43,7 @@ class PassValues(Protocol):
         """Return the value of each call at a site."""
 
 
-def columns_of(
+def extract_columns(
     record: PassValues,
     sites: Sequence[Site],
     n_items: int,
@@ -71,7 +71,7 @@ def columns_of(
     forms_here: dict[str, ColumnForm] = {}
     without = []
     for site in sites:
-        tensors = list(tree.tensors(_single_call(record, site)))
+        tensors = list(tree.tensors(_value_of_single_call(record, site)))
         if not tensors:
             without.append(str(site))
         for leaf, tensor in tensors:
@@ -132,7 +132,7 @@ def _check_dense(name: str, tensor: Tensor) -> None:
     )
 
 
-def _single_call(record: PassValues, site: Site) -> Any:
+def _value_of_single_call(record: PassValues, site: Site) -> Any:
     calls = record.calls(site)
     if len(calls) > 1:
         raise AmbiguousError(

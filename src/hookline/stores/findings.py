@@ -15,7 +15,7 @@ from hookline.statistics import Moments
 _MOST_NAMED = 3
 
 
-def findings_of_store(
+def judge_store(
     statistics: Mapping[str, Moments],
     dtypes: Mapping[str, torch.dtype],
     skipped: Sequence[tuple[int, str]],
@@ -50,7 +50,7 @@ def findings_of_store(
         number = measure(measured[constant[0]].min)
         rows.append(_finding(constant, "constant", "has one number in every item", "note", number))
     if skipped:
-        rows.append(_skipped(skipped, n_items))
+        rows.append(_skipped_items_finding(skipped, n_items))
     facts = f"{plural(len(statistics), 'site')}, {plural(n_items, 'item')}"
     empty = listed([site for site in statistics if site not in measured], _MOST_NAMED)
     notes = [f"Not judged, because they hold no numbers: {empty}."] if empty else []
@@ -74,7 +74,7 @@ def _finding(
     return Finding(kind, f"{first} {text}.", first, level, number, why, advice, tuple(rest))
 
 
-def _skipped(skipped: Sequence[tuple[int, str]], n_items: int) -> Finding:
+def _skipped_items_finding(skipped: Sequence[tuple[int, str]], n_items: int) -> Finding:
     number, reason = skipped[0]
     verb = "has" if len(skipped) == 1 else "have"
     return Finding(

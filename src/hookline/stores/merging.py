@@ -58,12 +58,12 @@ def merge(
         InputError: one place is given in place of several, or something else than a place.
     """
     if isinstance(places, str | os.PathLike | Place | Store):
-        names = ", ".join(repr(str(place)) for place in _places(places))
+        names = ", ".join(repr(str(place)) for place in _flatten_places(places))
         raise InputError(
             f"places must be a list of stores, got {names}."
             f"\nGive all that belong together: [{names}, ...]."
         )
-    sources = [place for given in places for place in _places(given)]
+    sources = [place for given in places for place in _flatten_places(given)]
     target = as_place(to)
     if not sources:
         raise StructureError("merge must have one or more stores, got none.\nGive their folders.")
@@ -87,10 +87,10 @@ def merge(
     return open_store(target)
 
 
-def _places(given: str | os.PathLike[str] | Place | Store) -> list[Place]:
+def _flatten_places(given: str | os.PathLike[str] | Place | Store) -> list[Place]:
     """Return the place of a store; of one that joins several, the places of these."""
     if isinstance(given, Store):
-        return [place for part in given.parts for place in _places(part)] or [given.place]
+        return [place for part in given.parts for place in _flatten_places(part)] or [given.place]
     if isinstance(given, str | os.PathLike | Place):
         return [as_place(given)]
     raise InputError(

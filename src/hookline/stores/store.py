@@ -33,7 +33,7 @@ from hookline.statistics import Moments, merge_by_key
 from hookline.statistics.site_dict import SiteDict
 from hookline.stores.column import Column
 from hookline.stores.exports import ExportedColumns, Format, export
-from hookline.stores.findings import findings_of_store
+from hookline.stores.findings import judge_store
 from hookline.stores.job_manifest import LOOP, read_manifest
 from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, ColumnForm, number_of
 from hookline.stores.shard_reader import Shards
@@ -499,7 +499,7 @@ class Store(Result):
         one number in every item.
         """
         dtypes = {site: self._columns[site].dtype for site in self.sites}
-        return findings_of_store(self.statistics, dtypes, self.skipped, self.n_items)
+        return judge_store(self.statistics, dtypes, self.skipped, self.n_items)
 
     def verify(self) -> None:
         """Verify the checksums of all values. This reads the whole store.

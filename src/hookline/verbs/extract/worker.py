@@ -19,7 +19,7 @@ from hookline.engine import Site, sharding_kind
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import PassRecord
-from hookline.stores.batch_columns import Offload, columns_of
+from hookline.stores.batch_columns import Offload, extract_columns
 from hookline.stores.first_batch_summary import ComputePrecision, summary_of
 from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Chunk, ColumnForm
@@ -158,7 +158,7 @@ class Worker:
                 "\nGive as `model` the module that is called once."
             )
         record = passes[0] if self._gather is None else _GatheredRecord(passes[0], self._gather)
-        columns, forms = columns_of(record, self.sites, len(batch.items), tokens, self.forms)
+        columns, forms = extract_columns(record, self.sites, len(batch.items), tokens, self.forms)
         self.forms = forms if self.forms is None else self.forms
         per_token = tokens if any(form.per == "token" for form in self.forms.values()) else None
         return Chunk(

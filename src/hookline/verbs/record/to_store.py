@@ -24,7 +24,7 @@ from hookline.errors import (
 from hookline.files.folder_or_url import Place, place_of
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
-from hookline.stores.batch_columns import Offload, columns_of
+from hookline.stores.batch_columns import Offload, extract_columns
 from hookline.stores.job_manifest import (
     LOOP,
     SHARD_BYTES,
@@ -190,7 +190,7 @@ class StoreSink:
 
     def _make_chunk(self, record: PassRecord) -> Chunk:
         n_items = _n_rows(record)
-        columns, forms = columns_of(record, self._recording.sites, n_items, None, self._forms)
+        columns, forms = extract_columns(record, self._recording.sites, n_items, None, self._forms)
         items = range(self._n_items, self._n_items + n_items)
         on_cpu = {name: self._offload(tensor) for name, tensor in columns.items()}
         chunk = Chunk(self._n_passes, items, on_cpu)

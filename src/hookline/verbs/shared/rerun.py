@@ -32,7 +32,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import tree
 from hookline.errors import InputError
-from hookline.statistics.finiteness import Measure, is_measurable, plain_numbers, probe_sum
+from hookline.statistics.finiteness import Measure, is_measurable, local_numbers, probe_sum
 from hookline.util.fork_safe_lock import fork_safe_lock
 
 # -- random numbers and autocast -----------------------------------------------------------------
@@ -652,7 +652,7 @@ def _are_same(first: Tensor, again: Tensor, output: Any, *, is_compiled: bool) -
         return True
     if not (first.isfinite() and again.isfinite()):
         return False
-    parts = [plain_numbers(tensor) for _, tensor in tree.tensors(output) if is_measurable(tensor)]
+    parts = [local_numbers(tensor) for _, tensor in tree.tensors(output) if is_measurable(tensor)]
     size = sum(float(tensor.abs().double().sum()) for tensor in parts)
     is_half = any(tensor.dtype.itemsize <= 2 for tensor in parts)
     return abs(float(again - first)) <= size * (_ROUNDING_OF_HALF if is_half else _ROUNDING)

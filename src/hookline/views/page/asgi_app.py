@@ -259,7 +259,7 @@ def make_app(recordings: OpenRecordings, rules: Rules) -> Any:
     )
 
 
-def _named_value(page: PageState, parameters: dict[str, str]) -> ValueEntry:
+def _find_value(page: PageState, parameters: dict[str, str]) -> ValueEntry:
     """Return the value that an address names, by its site or by its position."""
     position = parse_int(parameters, "value")
     if position is not None:
@@ -274,7 +274,7 @@ def _measure_requested(page: PageState, parameters: dict[str, str]) -> dict[str,
     """Measure some values, or one that a reader waits for; return their columns."""
     only = parse_int(parameters, "only")
     start = parse_int(parameters, "from") or 0 if only is None else only
-    measured, after = page.measure_some(start, _SECONDS if only is None else 0)
+    measured, after = page.measure_within_time(start, _SECONDS if only is None else 0)
     at = [entry.order for entry in measured]
     return {"at": at, "next": after, "values": statistics_columns(measured)}
 
@@ -287,7 +287,7 @@ def _requested_token_norms(page: PageState, parameters: dict[str, str]) -> dict[
 _OF_PAGES: dict[str, Callable[[PageState, dict[str, str]], Any]] = {
     "/findings": lambda page, _: page.findings(),
     "/measure": _measure_requested,
-    "/maps": lambda page, asked: value_maps(page, _named_value(page, asked), parse_choice(asked)),
+    "/maps": lambda page, asked: value_maps(page, _find_value(page, asked), parse_choice(asked)),
     "/flow": lambda page, asked: {"edges": page.flow(parse_int(asked, "pass") or 0)},
     "/tokens": _requested_token_norms,
 }

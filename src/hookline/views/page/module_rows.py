@@ -32,7 +32,7 @@ class Row:
     @property
     def name(self) -> str:
         """The module's name within the module that holds it."""
-        holder = _holder_path(self.path)
+        holder = _parent_path(self.path)
         start = 0 if holder is None else len(holder)
         return str(Site(self.path))[start:].lstrip(".") if self.path else str(Site(""))
 
@@ -111,7 +111,7 @@ class _CallTree:
         self._children: dict[_Call | None, list[_Call]] = {}
         calls = [(path, call) for path, numbers in self._calls.items() for call in numbers]
         for path_and_call in calls:
-            self._children.setdefault(self._holder_call(path_and_call), []).append(path_and_call)
+            self._children.setdefault(self._parent_call(path_and_call), []).append(path_and_call)
         for siblings in self._children.values():
             siblings.sort(key=self._sort_key)
 
@@ -134,7 +134,7 @@ class _CallTree:
             sorted(entries, key=lambda entry: entry.order),
         )
 
-    def _holder_call(self, call: _Call) -> _Call | None:
+    def _parent_call(self, call: _Call) -> _Call | None:
         path, number = call
         holder = next((above for above in _enclosing_paths(path) if above in self._calls), None)
         if holder is None:
@@ -176,7 +176,7 @@ def _call_of(entry: ValueEntry) -> _Call:
     return path, entry.place.call if call is None else call
 
 
-def _holder_path(path: str) -> str | None:
+def _parent_path(path: str) -> str | None:
     """Return the path of the module that holds a module or calls an operation; None of the root."""
     if not path:
         return None
@@ -188,7 +188,7 @@ def _holder_path(path: str) -> str | None:
 
 def _enclosing_paths(path: str) -> Iterator[str]:
     """Yield the paths of the modules around a module, the innermost first."""
-    holder = _holder_path(path)
+    holder = _parent_path(path)
     while holder is not None:
         yield holder
-        holder = _holder_path(holder)
+        holder = _parent_path(holder)

@@ -154,7 +154,7 @@ class PageState:
             self.values[entry.order] = entry
         return entry
 
-    def measure_some(self, start: int, seconds: float) -> tuple[list[ValueEntry], int]:
+    def measure_within_time(self, start: int, seconds: float) -> tuple[list[ValueEntry], int]:
         """Measure values in firing order, for a limited time; those measured before take none.
 
         Args:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hookline.display.units import size
 from hookline.statistics import Moments
-from hookline.statistics.value_statistics import statistics_of
+from hookline.statistics.value_statistics import moments_to_statistics
 from hookline.stores import Store
 from hookline.views.page.value_entries import ValueEntry
 
@@ -21,7 +21,7 @@ def with_whole_statistics(entry: ValueEntry, store: Store) -> ValueEntry:
         return entry
     column = store[site]
     moments = store.statistics.get(column.name, Moments())
-    whole = statistics_of(moments, str(list(column.shape)), column.dtype)
+    whole = moments_to_statistics(moments, str(list(column.shape)), column.dtype)
     return replace(entry, whole=whole, shape=whole.shape, stored=column.nbytes)
 
 

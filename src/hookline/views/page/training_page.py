@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hookline.curves import Curves, Logged, StepReport, logged_curves, numbers_of_site
 from hookline.curves.downsampled_table import DownsampledTable
-from hookline.curves.findings import findings_of_steps
+from hookline.curves.findings import judge_steps
 from hookline.curves.ports import PORTS, path_and_port
 from hookline.curves.slot_layout import NO_TURN
 from hookline.curves.step_reports import ReportSource
@@ -150,7 +150,7 @@ class OpenRun:
         start = time.monotonic()
         is_early = not self.reader.has_ended and start - self._judged < _PAUSES * self._seconds
         if counts != self._findings[0] and not is_early:
-            self._findings = counts, findings_of_steps(self.reports, self.logged, self.table)
+            self._findings = counts, judge_steps(self.reports, self.logged, self.table)
             self._judged = time.monotonic()
             self._seconds = self._judged - start
         return self._findings[1]

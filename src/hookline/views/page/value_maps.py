@@ -112,7 +112,7 @@ def _maps_or_error(
 ) -> dict[str, Any]:
     """Return the maps of the tensor that is chosen of a value: of it, or of one beside it."""
     try:
-        return {"maps": _encode(read_tensor(entry, choice.part, within), entry, choice, images)}
+        return {"maps": _maps_data(read_tensor(entry, choice.part, within), entry, choice, images)}
     except HooklineError as error:
         return {"problem": str(error).splitlines()[0]}
     except (RuntimeError, TypeError) as error:
@@ -126,12 +126,12 @@ def _difference_or_error(
         a, b = (read_tensor(value, choice.part, entry) for value in (entry, other))
         if a.shape != b.shape:
             return {"problem": "The shapes differ."}
-        return {"maps": _encode(subtract(a.detach(), b.detach()), entry, choice, images)}
+        return {"maps": _maps_data(subtract(a.detach(), b.detach()), entry, choice, images)}
     except (HooklineError, RuntimeError, TypeError) as error:
         return {"problem": f"cannot be drawn: {first_line(error)}"}
 
 
-def _encode(
+def _maps_data(
     tensor: Tensor, entry: ValueEntry, choice: Choice, images: Images | None
 ) -> dict[str, Any]:
     """Return the maps of a tensor; tokens of patches as channels of maps, if this is asked for."""

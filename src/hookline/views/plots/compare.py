@@ -95,7 +95,7 @@ def compare(
         check_count("n", n)
     if site is None:
         return _draw_sites(a, b, n or _MOST, order)
-    return _draw_one(
+    return _draw_site(
         look_up_main_tensor(a, site, "a"),
         look_up_main_tensor(b, site, "b"),
         n or 16,
@@ -170,7 +170,7 @@ def _why_no_number(row: ComparedSite) -> str:
     return row.why if row.relative is None else "no ratio: the second is zero"
 
 
-def _draw_one(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | None]) -> Figure:
+def _draw_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | None]) -> Figure:
     drawable_tensor(a)
     drawable_tensor(b)
     if a.tensor.shape != b.tensor.shape:

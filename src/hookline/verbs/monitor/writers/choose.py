@@ -12,7 +12,7 @@ from hookline.engine.pytree import describe
 from hookline.errors import AttachError
 from hookline.files.folder_or_url import local_path
 from hookline.verbs.monitor.writers.files import FunctionWriter, JsonLinesWriter, RunWriter
-from hookline.verbs.monitor.writers.lightning import writer_of_lightning
+from hookline.verbs.monitor.writers.lightning import make_lightning_writer
 from hookline.verbs.monitor.writers.mlflow import MlflowWriter
 from hookline.verbs.monitor.writers.parquet import ParquetWriter
 from hookline.verbs.monitor.writers.protocol import ReportWriter
@@ -25,8 +25,8 @@ _BY_CLASS: dict[tuple[str, str], Callable[[Any], ReportWriter]] = {
     ("torch", "SummaryWriter"): TensorBoardWriter,
     ("wandb", "Run"): WandbWriter,
     ("mlflow", "Run"): MlflowWriter.of_run,
-    ("lightning", "Logger"): writer_of_lightning,
-    ("pytorch_lightning", "Logger"): writer_of_lightning,
+    ("lightning", "Logger"): make_lightning_writer,
+    ("pytorch_lightning", "Logger"): make_lightning_writer,
 }
 _BY_MODULE: dict[str, Callable[[Any], ReportWriter]] = {
     "wandb": WandbWriter.of_module,

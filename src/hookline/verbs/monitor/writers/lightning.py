@@ -9,7 +9,7 @@ from hookline.verbs.monitor.writers.protocol import ReportWriter
 from hookline.verbs.monitor.writers.tensorboard import TensorBoardWriter
 
 
-def writer_of_lightning(to: Any) -> ReportWriter:
+def make_lightning_writer(to: Any) -> ReportWriter:
     """Return the writer for a logger. TensorBoard's gets one summary a step."""
     if "TensorBoardLogger" in {kind.__name__ for kind in type(to).__mro__}:
         # Lightning closes it at the end of each fit, and opens it again when it logs.
