@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hookline.statistics import flat_numbers
-from hookline.statistics.value_statistics import histogram
+from hookline.statistics.value_statistics import histogram_and_statistics
 from hookline.views import site_statistics
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -122,7 +122,7 @@ def test_a_nested_tensor_is_measured_by_its_parts():
     "values", [[-1.7e308, 0.0, 1.7e308], [1e16, 1e16 + 2, 1e16 + 4], [5.0, 5.0]]
 )
 def test_a_histogram_of_the_widest_or_narrowest_range_is_whole(values):
-    counts, edges, _ = histogram(torch.tensor(values, dtype=torch.float64), 48)
+    counts, edges, _ = histogram_and_statistics(torch.tensor(values, dtype=torch.float64), 48)
     assert counts.sum() == len(values)
     assert len(counts) == 48
     assert bool((edges[1:] >= edges[:-1]).all())
@@ -132,7 +132,7 @@ def test_a_histogram_of_the_widest_or_narrowest_range_is_whole(values):
 @pytest.mark.parametrize("low", [0.0, -1.0])
 def test_a_histogram_of_numbers_as_small_as_float64_has(width, low):
     tensor = torch.linspace(low, 1, 1001, dtype=torch.float64) * width
-    counts, edges, _ = histogram(tensor, 48)
+    counts, edges, _ = histogram_and_statistics(tensor, 48)
     large = tensor.numpy() * 2.0**200
     expected, _ = np.histogram(large, np.linspace(large.min(), large.max(), 49))
     np.testing.assert_array_equal(counts, expected)

@@ -407,8 +407,8 @@ def view(
                 out.print()
                 print_result(findings)
             return
-        serving = make_server(folders, chosen, host, port, wait)
-        serve_until_interrupt(serving, folders, not no_open)
+        server = make_server(folders, chosen, host, port, wait)
+        serve_until_interrupt(server, folders, not no_open)
 
 
 @app.command("findings")

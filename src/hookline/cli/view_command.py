@@ -114,19 +114,19 @@ def page_file(out: Path) -> Path:
     return out if out.suffix == ".html" else out / "report.html"
 
 
-def serve_until_interrupt(serving: LimitedServer, folders: list[Path], open_browser: bool) -> None:
+def serve_until_interrupt(server: LimitedServer, folders: list[Path], open_browser: bool) -> None:
     """Print the page's address, open it, and serve until Ctrl-C."""
-    if serving.is_on_other_port:
-        say(f"port {serving.wanted_port} is taken; using {serving.port}.")
+    if server.is_on_other_port:
+        say(f"port {server.wanted_port} is taken; using {server.port}.")
     names = " and ".join(str(folder) for folder in folders)
     out.print(f"{names} at", markup=False, soft_wrap=True)
-    out.print(f"  {serving.address}", markup=False, soft_wrap=True)
-    if "token=" in serving.address:
+    out.print(f"  {server.address}", markup=False, soft_wrap=True)
+    if "token=" in server.address:
         out.print("Other machines can read the page only with this address.")
     out.print("Ctrl-C ends it.")
     if open_browser:
-        open_in_browser(serving.address)
-    serving.serve()
+        open_in_browser(server.address)
+    server.serve()
 
 
 def open_in_browser(address: str) -> None:

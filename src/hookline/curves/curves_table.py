@@ -67,7 +67,7 @@ def _last_values(reports: Sequence[StepReport], site: str, rank: int | None) -> 
         results = report.results(site, rank)
         if results:
             numbers = numbers_of_site(results)
-            ratio = report.ratio(site, rank)
+            ratio = report.update_ratio(site, rank)
             return numbers if ratio is None else {**numbers, "ratio": ratio}
     return {}
 

@@ -90,20 +90,20 @@ class _Training:
         """Return the indices of the sites of some ports."""
         return [k for k, site in enumerate(self.sites) if path_and_port(site)[1] in ports]
 
-    def find_onset(self, k: int, column: int, factor: float, usual: float = 0.0) -> _Onset:
+    def find_onset(self, site_index: int, column: int, factor: float, usual: float = 0.0) -> _Onset:
         """Return the onset of a site in a column: its first step far above its usual norm."""
-        span, site = self.table.columns[column], self.sites[k]
+        span, site = self.table.columns[column], self.sites[site_index]
         reports = self.reports[span.index - span.n_reports + 1 : span.index + 1]
         first = 0 if len(reports) == 1 else _first_norm_above(reports, site, _BEGUN * usual)
         stage = STAGES[path_and_port(site)[1]]
-        turn = _firing_turn(reports[first], site, k)
+        turn = _firing_turn(reports[first], site, site_index)
         return _Onset(reports[first].step, stage, turn, site, factor, usual=usual)
 
-    def onset_at_step(self, k: int, step: int) -> _Onset:
+    def onset_at_step(self, site_index: int, step: int) -> _Onset:
         """Return the onset of a site at a step."""
         columns = self.table.columns
         column = next((c for c, span in enumerate(columns) if step <= span.last), len(columns) - 1)
-        return replace(self.find_onset(k, column, math.nan), step=step, usual=math.nan)
+        return replace(self.find_onset(site_index, column, math.nan), step=step, usual=math.nan)
 
 
 def _make_table(reports: Sequence[StepReport]) -> DownsampledTable:
@@ -195,9 +195,9 @@ def _jumps(training: _Training) -> Iterator[Finding]:
     level: Level = "error" if (training.table.bad_since >= first.step).any() else "warning"
     if {onset.port for onset in onsets} <= _GRADIENTS and len(onsets) < _FEW * len(training.sites):
         level = "note"
-    at_once = [onset for onset in onsets if onset.step == first.step]
-    if {onset.port for onset in at_once} == {"update"}:
-        yield _jump_of_updates(training, at_once, onsets, level)
+    simultaneous = [onset for onset in onsets if onset.step == first.step]
+    if {onset.port for onset in simultaneous} == {"update"}:
+        yield _jump_of_updates(training, simultaneous, onsets, level)
         return
     number = factor_text(math.log(first.factor))
     text = f"The {what} at {first.site} jumps {number} at step {first.step:,}."
@@ -236,17 +236,17 @@ def _first_to_move_text(n_sites: int) -> str:
 
 
 def _jump_of_updates(
-    training: _Training, at_once: Sequence[_Onset], onsets: Sequence[_Onset], level: Level
+    training: _Training, simultaneous: Sequence[_Onset], onsets: Sequence[_Onset], level: Level
 ) -> Finding:
-    most = max(at_once, key=lambda onset: onset.factor)
+    most = max(simultaneous, key=lambda onset: onset.factor)
     n_updates = len(training.where("update"))
     number = factor_text(math.log(most.factor))
     whose = f"The update at {most.site} jumps"
-    if len(at_once) > n_updates / 2:
-        whose = f"{len(at_once)} of {n_updates} updates jump"
+    if len(simultaneous) > n_updates / 2:
+        whose = f"{len(simultaneous)} of {n_updates} updates jump"
     text = f"{whose} at step {most.step:,}, {most.site} most ({number})."
     why = "Outputs and gradients of this step are as before."
-    why = f"{why} {further_text(len(onsets) - len(at_once), 'site')}".rstrip()
+    why = f"{why} {further_text(len(onsets) - len(simultaneous), 'site')}".rstrip()
     advice = "Look at the learning rate and its schedule, and at the optimizer's state."
     others = _sites(onset for onset in onsets if onset is not most)
     return Finding("learning rate", text, most.site, level, number, why, advice, others, most.step)

@@ -120,7 +120,7 @@ class StepReport:
         """Free the numbers, which `numbers` computes again when it is called."""
         self._numbers.clear()
 
-    def ratio(self, site: str, rank: int | None = None) -> float | None:
+    def update_ratio(self, site: str, rank: int | None = None) -> float | None:
         """Return the ratio of an update's norm to the weight's; None where it is not known."""
         weight = weight_of(site)
         if weight is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hookline.data.named_input import load_input, picture_batch
+from hookline.data.load_named_input import load_input, picture_batch
 from hookline.data.random_batch import seeded_integers, seeded_normal
 from hookline.errors import InputError
 from hookline.models.loaded_model import Batch, LoadedModel, describe

@@ -71,7 +71,7 @@ def depth_strip_svg(survey: Survey, findings: Iterable[Finding]) -> str:
     )
 
 
-def _lanes(outputs: Sequence[Reading], twins: Sequence[Reading | None]) -> list[_Lane]:
+def _lanes(outputs: Sequence[Reading], gradients: Sequence[Reading | None]) -> list[_Lane]:
     lanes = [
         _Lane(
             "Spread", "std, forward", "fwd", 48,
@@ -82,11 +82,11 @@ def _lanes(outputs: Sequence[Reading], twins: Sequence[Reading | None]) -> list[
             [_zero_share(r.numbers) for r in outputs], [False] * len(outputs), is_log=False,
         ),
     ]  # fmt: skip
-    if any(twin is not None for twin in twins):
+    if any(gradient is not None for gradient in gradients):
         norms = [
-            None if t is None else _or_none(t.numbers.rms * t.numbers.numel**0.5) for t in twins
+            None if t is None else _or_none(t.numbers.rms * t.numbers.numel**0.5) for t in gradients
         ]
-        broken = [t is not None and t.numbers.n_bad > 0 for t in twins]
+        broken = [t is not None and t.numbers.n_bad > 0 for t in gradients]
         lanes.append(_Lane("Gradient", "norm, backward", "bwd", 48, norms, broken))
     return lanes
 

@@ -2,6 +2,9 @@
 
 from hookline.recordings.atomic_replace import check_target as check_target
 from hookline.recordings.atomic_replace import place_of_recording as place_of_recording
+from hookline.recordings.detect_overwrites import StampWithCopies as StampWithCopies
+from hookline.recordings.detect_overwrites import UndetectableStamp as UndetectableStamp
+from hookline.recordings.detect_overwrites import stamp as stamp
 from hookline.recordings.encoding import Fields as Fields
 from hookline.recordings.encoding import NotSaved as NotSaved
 from hookline.recordings.gradient_flow import GradientFlow as GradientFlow
@@ -10,6 +13,3 @@ from hookline.recordings.log_entries import PartialGradients as PartialGradients
 from hookline.recordings.opening import open_recording as open_recording
 from hookline.recordings.pass_record import PassRecord as PassRecord
 from hookline.recordings.recording import Recording as Recording
-from hookline.recordings.version_stamps import StampWithCopies as StampWithCopies
-from hookline.recordings.version_stamps import UndetectableStamp as UndetectableStamp
-from hookline.recordings.version_stamps import stamp as stamp

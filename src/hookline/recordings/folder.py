@@ -337,35 +337,35 @@ def has_several_ranks(group: Any) -> bool:
 
 def write_ranks(
     folder: str | os.PathLike[str],
-    find: Any,
+    get_contents: Any,
     sites: tuple[Site, ...],
     group: Any,
     timeout: float,
 ) -> tuple[Path | str, Contents]:
     """Write this rank's recording into the folder of all ranks. A collective.
 
-    `find` returns this rank's recording as plain data, or raises. `sites` are those that this rank
-    selected.
+    `get_contents` returns this rank's recording as plain data, or raises. `sites` are those that
+    this rank selected.
 
     Raises:
         RanksError: a rank is missing, or named another folder, or selected other sites.
         FolderError: a rank could not write. Nothing is left behind.
     """
     question = f"run.save({os.fspath(folder)!r})"
-    meeting = _RankGroup(question, ranks_of(group, question), timeout)
+    rank_group = _RankGroup(question, ranks_of(group, question), timeout)
     place = resolve_target(folder)
-    draft = Draft(place, leads=dist.get_rank() == meeting.ranks[0])
+    draft = Draft(place, leads=dist.get_rank() == rank_group.ranks[0])
     contents: Contents
 
     def begin() -> dict[str, Any]:
         nonlocal contents
         check_target(folder)
-        contents = find()
+        contents = get_contents()
         texts = [str(site) for site in sites]
         return {"sites": texts, "model": _hash_modules(contents), "token": draft.token}
 
-    answers = meeting.gather_results(begin)
-    _check_same_sites(meeting, answers)
+    answers = rank_group.gather_results(begin)
+    _check_same_sites(rank_group, answers)
     draft.token = answers[0]["token"]
     with ExitStack() as stack:
 
@@ -376,9 +376,9 @@ def write_ranks(
             part.write(MANIFEST, [manifest])
             return {"checksum": stored_checksum(manifest)}
 
-        sums = [answer["checksum"] for answer in meeting.gather_results(write_part)]
+        sums = [answer["checksum"] for answer in rank_group.gather_results(write_part)]
         # The first rank writes the manifest of all parts; all ranks learn whether that worked.
-        meeting.gather_results(partial(_commit, meeting.ranks, draft, place, sums))
+        rank_group.gather_results(partial(_commit, rank_group.ranks, draft, place, sums))
     return path_of(place), contents
 
 
@@ -426,7 +426,7 @@ def _rank_folder_name(rank: int, draft: Draft) -> str:
     return f"rank{rank}-{draft.token}"
 
 
-def _check_same_sites(meeting: _RankGroup, answers: list[dict[str, Any]]) -> None:
+def _check_same_sites(rank_group: _RankGroup, answers: list[dict[str, Any]]) -> None:
     """Check that ranks with the same model selected the same sites; pipeline stages may differ."""
     if (
         len({answer["model"] for answer in answers}) == 1
@@ -434,9 +434,9 @@ def _check_same_sites(meeting: _RankGroup, answers: list[dict[str, Any]]) -> Non
     ):
         texts = [listed(answer["sites"], 8) for answer in answers]
         raise RanksError(
-            f"{meeting.question}: the ranks selected different sites of the same model:"
-            f" {say_by_rank(meeting.ranks, texts)}.\nSelect the same sites on every rank, or save"
-            " one rank's recording only: alone=True."
+            f"{rank_group.question}: the ranks selected different sites of the same model:"
+            f" {say_by_rank(rank_group.ranks, texts)}.\nSelect the same sites on every rank, or"
+            " save one rank's recording only: alone=True."
         )
 
 

@@ -73,22 +73,26 @@ class Collective:
     group: Any
     timeout: float
 
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks of the group."""
+        return ranks_of(self.group, self.question)
+
     def gather_nodes(
-        self, find: Callable[[], Any], *, compares_copies: bool = False
+        self, look_up: Callable[[], Any], *, compares_copies: bool = False
     ) -> tuple[RankValue, list[list[Node]]]:
         """Return this rank's value, and each rank's nodes. A collective.
 
         Args:
-            find: looks the value up.
+            look_up: looks the value up.
             compares_copies: whether a warning says that copies of a DTensor's part differ.
 
         Raises:
             RanksError: on every rank, if a rank has no such value or one of another structure.
         """
-        ranks = ranks_of(self.group, self.question)
-        error = None
+        ranks, error = self.ranks, None
         try:
-            value = RankValue(find())
+            value = RankValue(look_up())
         except Exception as caught:
             value, error = RankValue(None), caught
         answer = {
@@ -146,40 +150,40 @@ def _error_text(error: Exception) -> str:
     return type_and_line(error)
 
 
-def gather_value(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
+def gather_value(collective: Collective, look_up: Callable[[], Any], dim: int | None) -> Any:
     """Gather a value of which each rank has a part. A collective."""
-    value, nodes = ask.gather_nodes(find, compares_copies=True)
-    check_equal_leaves(ask.question, ranks_of(ask.group, ask.question), nodes, "number")
-    _check_dim(ask.question, columns(nodes, "plain", "array"), dim)
+    value, nodes = collective.gather_nodes(look_up, compares_copies=True)
+    check_equal_leaves(collective.question, collective.ranks, nodes, "number")
+    _check_dim(collective.question, columns(nodes, "plain", "array"), dim)
     wholes = []
     for tensor, column in zip(value.tensors, columns(nodes), strict=True):
         if is_dtensor(tensor):
-            with ask.raising_ranks_error():
+            with collective.raising_ranks_error():
                 wholes.append(gather_full(tensor))
         else:
             shapes = [node["shape"] for node in column]
-            wholes.append(torch.cat(_gather(ask, tensor, shapes), dim or 0))
+            wholes.append(torch.cat(_gather(collective, tensor, shapes), dim or 0))
     return value.rebuild(wholes)
 
 
-def reduce_over_ranks(ask: Collective, find: Callable[[], Any], op: str) -> Any:
+def reduce_over_ranks(collective: Collective, look_up: Callable[[], Any], op: str) -> Any:
     """Reduce a value over ranks, element by element. A collective."""
     check_op(op)
-    value, nodes = ask.gather_nodes(find)
-    _check_reducible(ask.question, ranks_of(ask.group, ask.question), nodes, op)
-    tensors = [_reduce_tensor(ask, tensor, op) for tensor in value.tensors]
+    value, nodes = collective.gather_nodes(look_up)
+    _check_reducible(collective.question, collective.ranks, nodes, op)
+    tensors = [_reduce_tensor(collective, tensor, op) for tensor in value.tensors]
     return value.rebuild(tensors, _reduce_numbers(nodes, op))
 
 
-def _reduce_tensor(ask: Collective, tensor: Tensor, op: str) -> Tensor:
+def _reduce_tensor(collective: Collective, tensor: Tensor, op: str) -> Tensor:
     if op in ("max", "min"):  # some backends drop a NaN in a max or min reduction
-        n_ranks = dist.get_world_size(ask.group)
-        return _reduce(_gather(ask, tensor, [list(tensor.shape)] * n_ranks), op)
-    total = _widen(tensor, op).to(_device(ask.group), copy=True).contiguous()
-    with ask.raising_ranks_error():
-        ask.wait(dist.all_reduce(total, group=ask.group, async_op=True))
+        n_ranks = dist.get_world_size(collective.group)
+        return _reduce(_gather(collective, tensor, [list(tensor.shape)] * n_ranks), op)
+    total = _widen(tensor, op).to(_device(collective.group), copy=True).contiguous()
+    with collective.raising_ranks_error():
+        collective.wait(dist.all_reduce(total, group=collective.group, async_op=True))
     total = total.to(tensor.device)
-    return total / dist.get_world_size(ask.group) if op == "mean" else total
+    return total / dist.get_world_size(collective.group) if op == "mean" else total
 
 
 def join_saved_ranks(
@@ -379,20 +383,20 @@ def _check_dim(question: str, plain: list[tuple[Node, ...]], dim: int | None) ->
             )
 
 
-def _gather(ask: Collective, tensor: Tensor, shapes: list[list[int]]) -> list[Tensor]:
+def _gather(collective: Collective, tensor: Tensor, shapes: list[list[int]]) -> list[Tensor]:
     """Gather a plain tensor of each rank; their shapes may differ. A collective."""
     tensor = local_part(tensor).detach().resolve_conj().resolve_neg()
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = flat_bytes(real.contiguous()).to(_device(ask.group))
+    flat = flat_bytes(real.contiguous()).to(_device(collective.group))
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
     padded = flat.new_zeros(max(sizes))  # all_gather needs one size, so all pad to the largest
     padded[: flat.numel()] = flat
-    gathered = [torch.empty_like(padded) for _ in sizes]
+    pieces = [torch.empty_like(padded) for _ in sizes]
     if padded.numel():
-        with ask.raising_ranks_error():
-            ask.wait(dist.all_gather(gathered, padded, group=ask.group, async_op=True))
+        with collective.raising_ranks_error():
+            collective.wait(dist.all_gather(pieces, padded, group=collective.group, async_op=True))
     whole = []
-    for part, size, shape in zip(gathered, sizes, shapes, strict=True):
+    for part, size, shape in zip(pieces, sizes, shapes, strict=True):
         data = part[:size].view(real.dtype)
         if tensor.is_complex():
             data = torch.view_as_complex(data.view(-1, 2))

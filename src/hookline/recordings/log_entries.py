@@ -22,7 +22,7 @@ class Entry(NamedTuple):
     Args:
         site: the index of the site.
         value: the value, a `Stored` value in a folder, or `PartialGradients`.
-        stamp: the version stamp that shows whether the value changed later (`version_stamps.py`). A
+        stamp: the version stamp by which `detect_overwrites.py` sees later changes. A
             lone tensor that is not copied has its bare version. None for one that cannot change.
         call: for a gradient, the call of the value that it belongs to. Other entries of a site
             are numbered in order.

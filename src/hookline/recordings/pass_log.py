@@ -30,15 +30,15 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import leaves, tree
 from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError, SiteError
-from hookline.recordings.key_index import Index, Key, Lookup, PartSites
-from hookline.recordings.log_entries import Entry, PartialGradients
-from hookline.recordings.stored_values import Stored
-from hookline.recordings.version_stamps import (
+from hookline.recordings.detect_overwrites import (
     StampWithCopies,
     UndetectableStamp,
     is_unchanged,
     stamp,
 )
+from hookline.recordings.key_index import Index, Key, Lookup, PartSites
+from hookline.recordings.log_entries import Entry, PartialGradients
+from hookline.recordings.stored_values import Stored
 
 Read = Callable[[Entry], Any]
 Noted = tuple[Any, ...]  # the first fields of an `Entry`
@@ -156,18 +156,18 @@ class Log:
         return fired
 
     def find(
-        self, lookup: Lookup, among: Pass | None = None, backward: int | None = None
+        self, lookup: Lookup, within: Pass | None = None, backward: int | None = None
     ) -> list[tuple[Pass, list[Entry]]]:
         """Find a site's entries in each pass that has any. No value is read.
 
-        `among` and `backward` limit the search to one pass and to one autograd run.
+        `within` and `backward` limit the search to one pass and to one autograd run.
 
         Raises:
             NotRecordedError: no pass has an entry of the site.
         """
-        passes = list(self._search(lookup, self.passes if among is None else [among], backward))
+        passes = list(self._search(lookup, self.passes if within is None else [within], backward))
         if not passes:
-            raise self.no_value_error(lookup, among)
+            raise self.no_value_error(lookup, within)
         return passes
 
     def values(
@@ -240,10 +240,10 @@ class Log:
             entries = [entry for entry in entries if entry.backward == runs[0]]
         return lookup.with_call(min(map(_call_number, entries))) if len(entries) > 1 else lookup
 
-    def has(self, key: Key, among: Pass | None = None, backward: int | None = None) -> bool:
+    def has(self, key: Key, within: Pass | None = None, backward: int | None = None) -> bool:
         """Return whether a site has a value in a pass, or in any pass. No value is read."""
         lookup = self.index.get(key)
-        passes = self.passes if among is None else [among]
+        passes = self.passes if within is None else [within]
         return lookup is not None and any(self._search(lookup, passes, backward))
 
     def _search(
@@ -338,21 +338,21 @@ class Log:
             ]
         self._sorted.clear()
 
-    def no_value_error(self, lookup: Lookup, among: Pass | None = None) -> NotRecordedError:
+    def no_value_error(self, lookup: Lookup, within: Pass | None = None) -> NotRecordedError:
         """Return the error that says why a site has no value."""
         site = self.sites[lookup.number]
-        passes = self.passes if among is None else [among]
+        passes = self.passes if within is None else [within]
         if lookup.pass_number is not None and passes:
             passes = [current for current in passes if current.number == lookup.pass_number]
             if not passes:
-                return NotRecordedError(self._no_such_pass_text(lookup, among))
+                return NotRecordedError(self._no_such_pass_text(lookup, within))
         entries = [entry for current in passes for entry in self.entries(current, lookup.number)]
         if entries and (lookup.backward is not None or lookup.call is not None):
             return NotRecordedError(self._no_such_run_text(lookup, passes, entries))
         report = self._report()
         why = None if report is None else report().why.get(site)
         if why is None:
-            has_run = among is not None or bool(self.passes)
+            has_run = within is not None or bool(self.passes)
             why = "it did not fire in this pass" if has_run else "the model has not run"
         return NotRecordedError(f"{site} was selected, but has no value: {why}.")
 
@@ -373,10 +373,10 @@ class Log:
             f"\nThe last one is {f'{site}#{last}'!r}."
         )
 
-    def _no_such_pass_text(self, lookup: Lookup, among: Pass | None) -> str:
-        if among is not None:
+    def _no_such_pass_text(self, lookup: Lookup, within: Pass | None) -> str:
+        if within is not None:
             return (
-                f"{str(lookup)!r} must name this pass, which is pass {among.number}."
+                f"{str(lookup)!r} must name this pass, which is pass {within.number}."
                 f"\nWrite run[{str(lookup)!r}]."
             )
         ran = plural(len(self.passes), "pass", "passes")

@@ -161,7 +161,7 @@ def _mean_and_std(tensor: Tensor, moments: Moments) -> tuple[float, float]:
     return mean * scale, std * scale
 
 
-def histogram(tensor: Tensor, bins: int) -> tuple[Array, Array, Statistics]:
+def histogram_and_statistics(tensor: Tensor, bins: int) -> tuple[Array, Array, Statistics]:
     """Count the elements in equal bins from the smallest to the largest finite element.
 
     The result equals `numpy.histogram` of the finite elements in float64. The tensor is read in

@@ -23,7 +23,7 @@ from hookline.display.units import measure, share
 from hookline.errors import InputError
 from hookline.recordings import PassRecord, Recording
 from hookline.recordings.figure_values import Value, skipped_text, values_to_draw
-from hookline.statistics.value_statistics import Array, histogram
+from hookline.statistics.value_statistics import Array, histogram_and_statistics
 from hookline.views.pixels import finite_range, scale_to_unit, shrink
 from hookline.views.plots.arrange_value import arrange, drawable_tensor
 
@@ -101,7 +101,7 @@ class _Rows:
         width = options.max_width
         counts, rows = [], []
         for value in self.values:
-            counted, _, numbers = histogram(value.tensor, _BINS)
+            counted, _, numbers = histogram_and_statistics(value.tensor, _BINS)
             counts.append(counted)
             texts = *map(measure, (numbers.min, numbers.max, numbers.mean)), share(numbers.zeros)
             rows.append([*texts, f"{numbers.non_finite:,}" if numbers.non_finite else ""])

@@ -233,7 +233,7 @@ def _at_rank(report: StepReport, site: str, rank: int, name: str) -> float | Non
     if rank >= len(report.slots):
         return None
     if name == "ratio":
-        ratio = report.ratio(site, rank)
+        ratio = report.update_ratio(site, rank)
         return None if ratio is None or not np.isfinite(ratio) else ratio
     results = report.layout.results(site, report.slots, rank, is_lenient=True)
     numbers = numbers_of_site(results)

@@ -19,7 +19,7 @@ from hookline.recordings.figure_values import RecordedValue, walk_values
 from hookline.statistics import measure_moments
 from hookline.statistics.value_statistics import (
     Statistics,
-    histogram,
+    histogram_and_statistics,
     main_tensor,
     measured_tensors,
     site_statistics,
@@ -234,7 +234,7 @@ def measure_entry(
     counts, statistics = (), None
     try:
         if main is not None:
-            bins, _, statistics = histogram(main, BINS)
+            bins, _, statistics = histogram_and_statistics(main, BINS)
             counts = tuple(bins.tolist())
         parts = _measure_parts(entry.site, value, main)
         broken = _count_non_finite(entry.site, value, main, statistics)
@@ -253,7 +253,7 @@ def _measure_parts(site: Site, value: Any, main: Tensor | None) -> tuple[Part, .
         return ()
     parts = []
     for leaf, tensor in tensors[:_MOST_PARTS]:
-        counts, _, statistics = histogram(tensor, BINS)
+        counts, _, statistics = histogram_and_statistics(tensor, BINS)
         parts.append(Part(leaf_text((*site.leaf, *leaf)), statistics, tuple(counts.tolist())))
     return tuple(parts)
 

@@ -13,7 +13,7 @@ from hookline.display.units import measure, share
 from hookline.engine import Site
 from hookline.recordings.figure_arguments import Source, check_count
 from hookline.recordings.figure_values import Value, skipped_text, values_to_draw
-from hookline.statistics.value_statistics import histogram
+from hookline.statistics.value_statistics import histogram_and_statistics
 from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def histograms(
 
 
 def _draw_histogram(axes: Axes, value: Value, bins: int, log: bool) -> None:
-    counts, edges, statistics = histogram(value.tensor, bins)
+    counts, edges, statistics = histogram_and_statistics(value.tensor, bins)
     ends = [measure(float(end)) for end in (edges[0], edges[-1])]
     if np.abs(edges).max() > _LARGEST:
         edges = edges / _LARGEST

@@ -46,22 +46,22 @@ class UndetectableStamp:
     kind: str
 
 
-def is_unchanged(tensors: Sequence[Tensor], was: Any) -> bool:
+def is_unchanged(tensors: Sequence[Tensor], old_stamp: Any) -> bool:
     """Return whether a value is unchanged since it was stamped.
 
     Args:
         tensors: the innermost tensor of each tensor in the value.
-        was: the stamp.
+        old_stamp: the stamp.
     """
-    if was is None:
+    if old_stamp is None:
         return True
-    if type(was) is int:  # a fast tap notes the bare version of a lone tensor
-        return tensors[0]._version == was
-    if isinstance(was, StampWithCopies):
-        if not all(_are_equal(tensor.detach(), copy) for tensor, copy in was.copies):
+    if type(old_stamp) is int:  # a fast tap notes the bare version of a lone tensor
+        return tensors[0]._version == old_stamp
+    if isinstance(old_stamp, StampWithCopies):
+        if not all(_are_equal(tensor.detach(), copy) for tensor, copy in old_stamp.copies):
             return False
-        was = was.versions
-    return bool(_versions(tensors) == was)
+        old_stamp = old_stamp.versions
+    return bool(_versions(tensors) == old_stamp)
 
 
 def _versions(tensors: Iterable[Tensor]) -> tuple[int | None, ...]:
