@@ -19,7 +19,7 @@ from torch import nn
 import hookline as hl
 from hookline.data import guess_input, load_input
 from hookline.models import load_demo_digits, load_model
-from hookline.statistics.native import compile_difference, compile_moments
+from hookline.statistics.c_functions import compile_difference, compile_moments
 from processes import ranks_of
 from zoo import Holder, Looped, SmallNet
 

@@ -111,7 +111,7 @@ class DownsampledTable:
     def _add_block(self, block: list[StepReport]) -> None:
         if self._plan is None or self._plan.layout is not block[0].layout:
             self._plan = _LayoutPlan(block[0].layout)
-        names, numbers = self._plan.numbers(block)
+        names, numbers = self._plan.names_and_numbers(block)
         self._add_names_and_sites(names, self._plan.sites)
         at_sites = [self._site_of[site] for site in self._plan.sites]
         rows = np.full((len(block), len(self.names), len(self.sites)), np.nan, np.float32)
@@ -228,7 +228,7 @@ class _LayoutPlan:
             if (weight := weight_of(site)) in number_of
         ]
 
-    def numbers(self, block: Sequence[StepReport]) -> tuple[list[str], Array]:
+    def names_and_numbers(self, block: Sequence[StepReport]) -> tuple[list[str], Array]:
         """Return the names of the numbers, and the numbers, of shape [reports, names, sites]."""
         others = {k: _numbers_of_site(self.layout, block, site) for k, site in self._others}
         names = [*OF_MOMENTS, *["ratio"] * bool(self._updates)] if len(self._at) else []

@@ -197,7 +197,7 @@ def _jumps(training: _Training) -> Iterator[Finding]:
         level = "note"
     simultaneous = [onset for onset in onsets if onset.step == first.step]
     if {onset.port for onset in simultaneous} == {"update"}:
-        yield _jump_of_updates(training, simultaneous, onsets, level)
+        yield _update_jump_finding(training, simultaneous, onsets, level)
         return
     number = factor_text(math.log(first.factor))
     text = f"The {what} at {first.site} jumps {number} at step {first.step:,}."
@@ -235,7 +235,7 @@ def _first_to_move_text(n_sites: int) -> str:
     return f"It is the first to move; {further_text(n_sites - 1, 'site')}"
 
 
-def _jump_of_updates(
+def _update_jump_finding(
     training: _Training, simultaneous: Sequence[_Onset], onsets: Sequence[_Onset], level: Level
 ) -> Finding:
     most = max(simultaneous, key=lambda onset: onset.factor)

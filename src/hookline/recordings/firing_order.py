@@ -56,7 +56,7 @@ class RecordedValue:
         if not self.holds_shard():
             return ""
         layouts = [layout for layout in self.record.layouts(self._site_with_call) if layout.at]
-        return " and ".join(dict.fromkeys(layout.part for layout in layouts if layout.part))
+        return " and ".join(dict.fromkeys(row.part_text for row in layouts if row.part_text))
 
     @property
     def _site_with_call(self) -> Site:

@@ -106,7 +106,7 @@ class Layout:
         return tuple(at for at, row in zip(self.at, self.placements, strict=True) if row[0] == kind)
 
     @property
-    def part(self) -> str:
+    def part_text(self) -> str:
         """The part of the whole that the rank holds, in words; empty if it holds all of it."""
         texts = []
         for at, n, row in zip(self.at, self.mesh, self.placements, strict=True):

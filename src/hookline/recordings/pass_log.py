@@ -95,7 +95,7 @@ class Log:
             self._sorted.pop(id(current), None)  # another pass may get this id
         return passes
 
-    def drop_repeats(self) -> None:
+    def trim_last_pass(self) -> None:
         """Drop what the last pass has noted after each site had a value."""
         missing = set(range(len(self.sites)))
         log = self.passes[-1].log if self.passes else []

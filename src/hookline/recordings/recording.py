@@ -52,8 +52,8 @@ from hookline.recordings.stored_values import Stored
 
 @final
 @hide_from_dir(
-    "begin_pass", "drop_repeats", "finish", "holds_shard", "layouts", "pop_passes", "set_model",
-    "suggest_one_value", "values_by_replica",
+    "begin_pass", "finish", "holds_shard", "layouts", "pop_passes", "set_model",
+    "suggest_one_value", "trim_last_pass", "values_by_replica",
 )  # fmt: skip
 class Recording(Lookups, Result):
     """A mapping from sites to recorded values.
@@ -144,9 +144,9 @@ class Recording(Lookups, Result):
         """Remove all passes from the recording, and return them."""
         return [PassRecord(self._log, current) for current in self._log.pop_passes()]
 
-    def drop_repeats(self) -> None:
+    def trim_last_pass(self) -> None:
         """Drop what the last pass has recorded after each site had a value."""
-        self._log.drop_repeats()
+        self._log.trim_last_pass()
 
     @property
     def model(self) -> RecordedModel | None:

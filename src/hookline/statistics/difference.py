@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.engine.pytree import describe
+from hookline.statistics.c_functions import READ_BY_C, CompileMeter, Gaps, Rows, compile_difference
 from hookline.statistics.flat_numbers import ORDINARY, strided_parts
-from hookline.statistics.native import READ_BY_C, CompileMeter, Gaps, Rows, compile_difference
 
 # Elements of a block, whose float64 copies fit a cache.
 _BLOCK_NUMEL = 2**18
@@ -202,7 +202,7 @@ def _measure_blocks(
         if measurement is not None:
             yield b, measurement
             continue
-        for pair in _blocks(a, b):
+        for pair in _split_into_blocks(a, b):
             yield pair[1], by_c(*pair) or by_torch(*pair)
 
 
@@ -256,7 +256,7 @@ def _rows_for_c(a: Tensor, b: Tensor) -> Rows | None:
 
 def _largest_magnitude(blocks: Blocks) -> float:
     """Return the largest finite magnitude in both values; 1 if all are zero."""
-    small = (pair for a, b in blocks() for pair in _blocks(a, b))
+    small = (pair for a, b in blocks() for pair in _split_into_blocks(a, b))
     pairs = (_finite_pair(a, b, 1.0)[:2] for a, b in small)
     return max((float(x.abs().max()) for pair in pairs for x in pair if x.numel()), default=0) or 1
 
@@ -331,7 +331,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
         return False
 
 
-def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _split_into_blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Split two tensors of one shape into pairs of blocks of whole rows, in row-major order."""
     if a.numel() <= _BLOCK_NUMEL:
         yield a, b
@@ -340,7 +340,7 @@ def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     split = next((dim for dim in dims if a.shape[dim] > 1), a.dim() - 1)
     size = max(a.shape[split] // math.ceil(a.numel() / _BLOCK_NUMEL), 1)
     for pair in zip(torch.split(a, size, split), torch.split(b, size, split), strict=True):
-        yield from _blocks(*pair)
+        yield from _split_into_blocks(*pair)
 
 
 def _unravel_index(element: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:

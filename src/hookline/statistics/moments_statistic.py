@@ -13,6 +13,7 @@ from torch import Tensor
 from hookline.engine import is_plain_eager, is_wrapped
 from hookline.errors import InputError
 from hookline.statistics.batched_moments import MOST_NUMEL, batched_moments
+from hookline.statistics.c_functions import CompileMeter, NativeMoments, compile_moments
 from hookline.statistics.compiled_reduction import LONGEST, CompiledReduction, Reduction
 from hookline.statistics.flat_numbers import (
     CHUNK_NUMEL,
@@ -26,7 +27,6 @@ from hookline.statistics.flat_numbers import (
     to_real_float,
 )
 from hookline.statistics.moments import Moments
-from hookline.statistics.native import CompileMeter, NativeMoments, compile_moments
 
 # The slots: count, non-finite, zeros, the sums of x, x² and x⁴, then the greatest -x and x.
 # The first six add up; of the last two the greater one counts.

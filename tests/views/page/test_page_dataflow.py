@@ -9,7 +9,7 @@ from torch import nn
 import hookline as hl
 from hookline.views.page.dataflow import find_edges
 from hookline.views.page.module_rows import rows_of
-from hookline.views.page.token_norms import measure_tokens, token_blocks, token_ids
+from hookline.views.page.token_norms import find_ids, measure_tokens, token_blocks
 from hookline.views.page.value_entries import measure_values
 
 
@@ -85,7 +85,7 @@ def test_norms_of_tokens_are_those_of_the_tensors(run):
     rows = rows_of(run, values)
     chosen = token_blocks(rows, values, 0)
     assert (chosen.n_tokens, chosen.n_samples) == (5, 2)
-    data = measure_tokens(chosen, rows, {}, token_ids(values, 0, 5), 1)
+    data = measure_tokens(chosen, rows, {}, find_ids(values, 0, 5), 1)
     assert data["names"] == ["blocks.0", "blocks.1", "blocks.2"]
     assert data["ids"] == IDS[1].tolist()
     for name, norms in zip(data["names"], data["output"], strict=True):

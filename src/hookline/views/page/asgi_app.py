@@ -29,7 +29,7 @@ from hookline.display.text import plural, type_and_line
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
 from hookline.util.optional_imports import how_to_install, require
-from hookline.views.page.check_finding_data import check_finding_data, title_of
+from hookline.views.page.finding_page_data import finding_page_data, title_of
 from hookline.views.page.page_state import PageState, page_data, template_variables
 from hookline.views.page.page_templates import load_template, script_hashes
 from hookline.views.page.recording_data import pack_json, statistics_columns
@@ -90,7 +90,7 @@ class PageHandlers:
             return render_served_page(self._templates["training"], run, title, name)
         kept = self._recordings.read_finding()
         if kept is not None:
-            data, state = pack_result(check_finding_data(kept)), self._recordings.version()
+            data, state = pack_result(finding_page_data(kept)), self._recordings.version()
             return self._render("check", title=title_of(kept), state=state, where=name, core=data)
         page, state = self._requested_page(parameters)
         if page.other is not None:

@@ -36,7 +36,7 @@ from hookline.views.page.page_state import FolderContents, page_data, template_v
 from hookline.views.page.page_templates import load_template
 from hookline.views.page.quantised_maps import IN_FILE, quantised_maps, with_channels
 from hookline.views.page.recording_data import findings_data, pack_json, try_to_judge
-from hookline.views.page.token_norms import measure_tokens, token_blocks, token_ids
+from hookline.views.page.token_norms import find_ids, measure_tokens, token_blocks
 from hookline.views.page.value_entries import Place, ValueEntry, gradient_partner, measure_entry
 from hookline.views.page.what_to_draw import Choice, input_thumbnail
 from hookline.views.pixels import PAGE_NEEDS
@@ -164,7 +164,7 @@ def _token_norms(
         chosen = token_blocks(rows, entries, number)
         room -= 0 if chosen is None else chosen.n_tokens * len(chosen.blocks)
         if chosen is not None and room >= 0:
-            ids = token_ids(entries, number, chosen.n_tokens)
+            ids = find_ids(entries, number, chosen.n_tokens)
             norms[number] = measure_tokens(chosen, rows, {}, ids, 0)
     return norms
 

@@ -19,7 +19,7 @@ from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.compare.comparison import Comparison
 from hookline.verbs.profile.profile import Profile
 from hookline.verbs.sweep.sweep_results import Effects, Sweep
-from hookline.views.page.check_finding_data import check_finding_data, title_of
+from hookline.views.page.finding_page_data import finding_page_data, title_of
 from hookline.views.page.page_templates import load_template
 from hookline.views.page.profile_data import profile_data
 from hookline.views.page.recording_data import escape_texts, pack_json
@@ -100,9 +100,7 @@ def write_page(
             file, _ = write_contents_page(contents_of_store(result), path, title=title)
             return file
         case CheckFinding():
-            return _write(
-                "check", path, check_finding_data(result), title=title or title_of(result)
-            )
+            return _write("check", path, finding_page_data(result), title=title or title_of(result))
     raise InputError(
         f"result must be one that has a page, got {type(result).__name__}.\nGive what hl.record,"
         " hl.extract, hl.compare, hl.shadow, hl.sweep, hl.attribute, hl.profile or hl.monitor"

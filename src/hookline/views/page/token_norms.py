@@ -98,7 +98,7 @@ def measure_tokens(
     return data
 
 
-def token_ids(entries: Sequence[ValueEntry], pass_number: int, n_tokens: int) -> ValueEntry | None:
+def find_ids(entries: Sequence[ValueEntry], pass_number: int, n_tokens: int) -> ValueEntry | None:
     """Return the recorded input of a pass that holds whole numbers, one for each token."""
     for entry in entries:
         is_whole = entry.dtype in ("int64", "int32")

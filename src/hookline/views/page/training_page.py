@@ -104,28 +104,28 @@ class OpenRun:
             "n_ranks": self.n_ranks,
         }
 
-    def updates(self, number: str, from_column: int, stride: int, n_known: int) -> dict[str, Any]:
+    def new_data(self, name: str, from_column: int, stride: int, n_known: int) -> dict[str, Any]:
         """Return what a page lacks that has the columns before one, of a number.
 
         Args:
-            number: the number; one that is not here stands for the usual one.
+            name: the number; one that is not here stands for the usual one.
             from_column: the first column that is wanted: the page's last one, which may have grown.
             stride: the steps in each of the page's columns; after a change all columns are sent.
             n_known: how many numbers of the last step the page has; another count sends the whole.
         """
         table = self.table
-        number = number if number in table.names else default_number(table.names)
+        name = name if name in table.names else default_number(table.names)
         if stride != table.stride or n_known != table.now.size or from_column > len(table.columns):
             from_column = 0
         columns = table.columns[from_column:]
         answer: dict[str, Any] = {
             **self.status(),
-            "number": number,
+            "number": name,
             "stride": table.stride,
             "from": from_column,
             "firsts": [span.first for span in columns],
             "lasts": [span.last for span in columns],
-            "values": self._packed_columns(number, from_column),
+            "values": self._packed_columns(name, from_column),
             "bad": _pack_array(table.is_non_finite(from_column), np.uint8),
             "now": _pack_array(table.now, np.float32),
             **self._findings_data(),
@@ -165,7 +165,7 @@ class OpenRun:
 
     def whole_page_data(self) -> dict[str, Any]:
         """Return everything that a page without a server shows."""
-        answer = {**self.updates("", 0, 0, -1), "values": []}
+        answer = {**self.new_data("", 0, 0, -1), "values": []}
         answer["numbers"] = {name: self._packed_columns(name) for name in self.table.names}
         answer["logged"] = logged_data(self.logged)
         return answer
@@ -281,7 +281,7 @@ def new_steps(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
     Args:
         run: the run.
         parameters: `state`, the version of the run that the page shows; `steps`, how many it has;
-            and the arguments of `OpenRun.updates`.
+            and the arguments of `OpenRun.new_data`.
     """
     page = [number_of(parameters, name) or 0 for name in ("from", "stride", "known")]
     with run.lock:
@@ -290,7 +290,7 @@ def new_steps(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
             return {"state": run.reader.version, "gone": ""}
         answer: dict[str, Any] = {"state": run.reader.version, **run.status()}
         if number_of(parameters, "steps") != answer["n_steps"]:
-            answer |= run.updates(parameters.get("number", ""), *page)
+            answer |= run.new_data(parameters.get("number", ""), *page)
         if number_of(parameters, "logged") != answer["n_logged"]:
             answer["logged"] = logged_data(run.logged)
     return answer

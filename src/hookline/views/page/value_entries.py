@@ -215,13 +215,13 @@ def measure_values(recording: Recording) -> list[ValueEntry]:
 
 
 def measure_entry(
-    entry: ValueEntry, draw: Callable[[ValueEntry, Tensor], object] | None = None
+    entry: ValueEntry, on_tensor: Callable[[ValueEntry, Tensor], object] | None = None
 ) -> ValueEntry:
     """Return a value with its statistics and histogram, or with the problem that prevents them.
 
     Args:
         entry: the value.
-        draw: called with the value and its main tensor, which is read only once.
+        on_tensor: called with the value and its main tensor, which is read only once.
 
     Raises:
         FolderError: the folder is gone or damaged.
@@ -241,8 +241,8 @@ def measure_entry(
     except (RuntimeError, TypeError) as error:
         # One dtype or layout that torch cannot convert must not fail the whole page.
         return replace(entry, shape="", problem=f"cannot be measured: {first_line(error)}")
-    if draw is not None and main is not None:
-        draw(entry, main)
+    if on_tensor is not None and main is not None:
+        on_tensor(entry, main)
     return replace(entry, statistics=statistics, counts=counts, broken=broken, parts=parts)
 
 

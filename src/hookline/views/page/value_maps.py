@@ -21,7 +21,7 @@ from hookline.views.page.image_overlays import (
 )
 from hookline.views.page.page_state import PageState
 from hookline.views.page.quantised_maps import ASKED_FOR, quantised_maps, with_channels
-from hookline.views.page.token_norms import measure_tokens, token_blocks, token_ids
+from hookline.views.page.token_norms import find_ids, measure_tokens, token_blocks
 from hookline.views.page.value_entries import (
     ValueEntry,
     gradient_of,
@@ -77,7 +77,7 @@ def token_norms(page: PageState, pass_number: int, sample: int) -> dict[str, Any
     if page.other is not None:
         pairs = {entry.order: page.other_entry_at(entry.place) for entry in outputs}
         others["other"] = {order: other for order, other in pairs.items() if other is not None}
-    ids = token_ids(page.values, pass_number, chosen.n_tokens)
+    ids = find_ids(page.values, pass_number, chosen.n_tokens)
     with page.read_lock():
         return measure_tokens(chosen, page.rows, others, ids, sample)
 

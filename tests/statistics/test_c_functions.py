@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.statistics import difference, native
-from hookline.statistics.native import compile_difference, compile_moments
+from hookline.statistics import c_functions, difference
+from hookline.statistics.c_functions import compile_difference, compile_moments
 
 PLAIN = hl.stats.moments(compile=False)
 
@@ -93,7 +93,7 @@ def test_tensors_of_another_kind_are_not_measured_together(other):
 
 
 def test_little_is_measured_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(native, "compile_moments", None)
+    monkeypatch.setattr(c_functions, "compile_moments", None)
     moments = hl.stats.moments()
     assert (
         slots_of(moments, torch.ones(1000)).tolist() == slots_of(PLAIN, torch.ones(1000)).tolist()
@@ -201,7 +201,7 @@ def test_one_element_of_each_width_is_read_in_each_lane(monkeypatch):
 
 def test_values_are_measured_where_they_lie(monkeypatch):
     seen = []
-    rows = native.Rows
+    rows = c_functions.Rows
     monkeypatch.setattr(difference, "Rows", lambda a, b: seen.append((a, b)) or rows(a, b))
     a, b = torch.randn(2, 600, 1000).bfloat16()
     by_torch_and_c(monkeypatch, a, b)
@@ -218,7 +218,7 @@ def test_each_length_of_vectors_gives_the_same_bits(monkeypatch, option):
         pytest.skip(f"has no option {option}")
     for dtype in FLOATS:
         a, b = torch.randn(2, 30, 331).to(dtype)
-        rows = native.Rows(a, b)
+        rows = c_functions.Rows(a, b)
         assert other.sizes(rows) == compile_difference().sizes(rows)
         assert other.gaps(rows, 1.0, 1.0) == compile_difference().gaps(rows, 1.0, 1.0)
 
@@ -248,8 +248,8 @@ def test_a_compiler_may_be_given_with_arguments(monkeypatch):
     ],
 )
 def test_a_function_that_is_wrong_is_not_used(monkeypatch, tmp_path, name, right, wrong, make):
-    source = (native._SOURCES / name).read_text()
+    source = (c_functions._SOURCES / name).read_text()
     assert right in source
     (tmp_path / name).write_text(source.replace(right, wrong))
-    monkeypatch.setattr(native, "_SOURCES", tmp_path)
+    monkeypatch.setattr(c_functions, "_SOURCES", tmp_path)
     assert make.__wrapped__() is None

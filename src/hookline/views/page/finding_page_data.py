@@ -12,7 +12,7 @@ from hookline.verbs.check.finding import CheckFinding, Measured
 _HELD = ("parameter", "buffer", "input", "gradient", "constant")
 
 
-def check_finding_data(finding: CheckFinding) -> dict[str, Any]:
+def finding_page_data(finding: CheckFinding) -> dict[str, Any]:
     """Return what the page of a finding draws, as plain data.
 
         {level, kind, text, site, number, why, advice, step, facts: [[label, text]], notes: [text],
