@@ -174,7 +174,7 @@ class ArrayItems:
 
     def identity(self) -> dict[str, Any]:
         """Return shape, dtype and fingerprint of each array."""
-        parts = {name: _identity(rows) for name, rows in _named_rows(self._arrays)}
+        parts = {name: _shape_and_fingerprint(rows) for name, rows in _named_rows(self._arrays)}
         if "" in parts:
             return {"kind": "array", **parts[""]}
         return {"kind": "arrays", "arrays": parts}
@@ -286,7 +286,7 @@ def _check_rows(rows: ArrayRows, name: str) -> None:
     read_numbers(rows, name, 0, 1)
 
 
-def _identity(rows: ArrayRows) -> dict[str, Any]:
+def _shape_and_fingerprint(rows: ArrayRows) -> dict[str, Any]:
     """Return shape, dtype and a fingerprint: of all rows, or of a large array's 1,024."""
     first = rows.read(0, 1)
     n, row_bytes = rows.shape[0], max(first.nbytes, 1)

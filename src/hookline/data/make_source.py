@@ -73,16 +73,16 @@ def make_source(data: Any, loading: LoadOptions) -> DataSource:
         loader = DataLoader(data, loading.batch_size or _BATCH_SIZE, generator=torch.Generator())
         return _iterable_source(loader, loading._replace(batch_size=None))
     if isinstance(data, str | os.PathLike):
-        return _indexed(items_of_path(resolve_path(data, "data", _PATH_FIX), loading), loading)
+        return _item_source(items_of_path(resolve_path(data, "data", _PATH_FIX), loading), loading)
     if is_huggingface(data):
-        return _indexed(HuggingFaceItems(data, loading), loading)
+        return _item_source(HuggingFaceItems(data, loading), loading)
     if loading.tokenize is not None and _is_column_of_texts(data):
         data = np.asarray(data).tolist()
     if is_array(data) or isinstance(data, tuple | Mapping):
-        return _indexed(array_items(data), loading)
+        return _item_source(array_items(data), loading)
     if not _is_unsupported(data):
         if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-            return _indexed(DatasetItems(data, default_collate, loading.tokenize), loading)
+            return _item_source(DatasetItems(data, default_collate, loading.tokenize), loading)
         if isinstance(data, Iterable):
             return _iterable_source(data, loading)
     raise InputError(
@@ -105,7 +105,7 @@ def _check_options(loading: LoadOptions) -> None:
     check_one_of("on_error", loading.on_error, get_args(OnError), fix)
 
 
-def _indexed(
+def _item_source(
     items: Items, loading: LoadOptions, options: Mapping[str, Any] | None = None
 ) -> DataSource:
     if not len(items):
@@ -156,7 +156,7 @@ def _loader_source(loader: DataLoader[Any], loading: LoadOptions) -> DataSource:
     )
     tokenize = loading.tokenize if loader.collate_fn is default_collate else None
     items = DatasetItems(loader.dataset, loader.collate_fn, tokenize)
-    return _indexed(items, loading, options)
+    return _item_source(items, loading, options)
 
 
 def _check_order(loader: DataLoader[Any]) -> None:

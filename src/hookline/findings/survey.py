@@ -143,9 +143,9 @@ def template_of(path: str) -> str:
 def repeated_block_indices(paths: Sequence[str]) -> list[int]:
     """Return the places of the paths of repeated blocks; none without at least three alike.
 
-        >>> repeated(["embed", "h.0", "h.1", "h.2", "head"])
+        >>> repeated_block_indices(["embed", "h.0", "h.1", "h.2", "head"])
         [1, 2, 3]
-        >>> repeated(["layers.layer_0", "layers.layer_1", "layers.layer_2"])
+        >>> repeated_block_indices(["layers.layer_0", "layers.layer_1", "layers.layer_2"])
         [0, 1, 2]
 
     Of several groups of blocks the outermost one counts, then the longest.

@@ -81,7 +81,7 @@ def load_module_factory(module_name: str, factory: str) -> LoadedModel:
                     " path/to/file.py:FACTORY."
                 ) from error
             fix = "Mend the module, or name another one."
-            raise _failure(f"the module {module_name} cannot be imported", error, fix) from error
+            raise _load_error(f"the module {module_name} cannot be imported", error, fix) from error
         return _call_factory(module, module_name, factory)
 
 
@@ -98,7 +98,7 @@ def _run_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise _failure(f"{path} cannot be run", error, "Mend the file.") from error
+        raise _load_error(f"{path} cannot be run", error, "Mend the file.") from error
     return module
 
 
@@ -113,7 +113,7 @@ def _call_factory(module: ModuleType, place: str, factory: str) -> LoadedModel:
             product = product()
         except (Exception, SystemExit) as error:
             fix = "Give a function without arguments that returns an nn.Module."
-            raise _failure(f"{name}() without arguments failed", error, fix) from error
+            raise _load_error(f"{name}() without arguments failed", error, fix) from error
     if not isinstance(product, nn.Module):
         raise ModelError(
             f"{name} must return an nn.Module, got {type(product).__name__}.\n"
@@ -146,7 +146,7 @@ def _is_defined_in(value: object, module: ModuleType) -> bool:
     return is_model or getattr(value, "__module__", "") == module.__name__
 
 
-def _failure(event: str, error: BaseException, fix: str) -> ModelError:
+def _load_error(event: str, error: BaseException, fix: str) -> ModelError:
     """Return an error that says what failed, in which file and line, and how to mend it."""
     frames = traceback.extract_tb(error.__traceback__)
     # A call that does not fit the factory's signature fails here, not in the user's file.

@@ -86,7 +86,7 @@ def judge_passes(
     rows = [_mention_passes(finding, numbers, len(passes)) for finding, numbers in told.values()]
     facts = f"{plural(reader.n_values, 'value')}, {plural(len(passes), 'pass', 'passes')}"
     judged = sort_by_level([*_overwritten_findings(reader.overwritten), *rows])
-    return Findings(judged, facts, _notes(reader)), survey
+    return Findings(judged, facts, _unjudged_notes(reader)), survey
 
 
 def _mention_passes(finding: Finding, numbers: Sequence[int], n_passes: int) -> Finding:
@@ -114,7 +114,7 @@ def _overwritten_findings(error_by_site: Mapping[str, str]) -> list[Finding]:
     ]
 
 
-def _notes(reader: _Reader) -> list[str]:
+def _unjudged_notes(reader: _Reader) -> list[str]:
     if not reader.n_values:
         return ["The model has not run, so nothing was judged. print(run.report()) says more."]
     reasons = {

@@ -54,13 +54,13 @@ def writers_for(to: Any) -> list[ReportWriter]:
         return []
     if isinstance(to, list | tuple):
         return [writer for part in to for writer in writers_for(part)]
-    return [_writer_for(to)]
+    return [_make_writer(to)]
 
 
-def _writer_for(to: Any) -> ReportWriter:
+def _make_writer(to: Any) -> ReportWriter:
     if isinstance(to, str | os.PathLike):
-        return _file_writer(local_path(to).absolute())  # the working directory may change
-    make = _maker_for(to)
+        return _make_file_writer(local_path(to).absolute())  # the working directory may change
+    make = _find_maker(to)
     if make is not None:
         return make(to)
     if isinstance(to, ReportWriter) and not isinstance(to, type):
@@ -75,7 +75,7 @@ def _writer_for(to: Any) -> ReportWriter:
     )
 
 
-def _file_writer(path: Path) -> ReportWriter:
+def _make_file_writer(path: Path) -> ReportWriter:
     if path.suffix == ".jsonl":
         return JsonLinesWriter(path)
     if path.suffix == ".parquet":
@@ -89,7 +89,7 @@ def _file_writer(path: Path) -> ReportWriter:
     return RunWriter(path)
 
 
-def _maker_for(to: Any) -> Callable[[Any], ReportWriter] | None:
+def _find_maker(to: Any) -> Callable[[Any], ReportWriter] | None:
     if isinstance(to, ModuleType):
         return _BY_MODULE.get(to.__name__)
     for kind in type(to).__mro__:
