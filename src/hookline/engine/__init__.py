@@ -9,7 +9,7 @@ modules that `OPEN` names. docs/architecture.md draws the rooms.
 from hookline.engine.attention.pattern import QueryBlocks
 from hookline.engine.autograd.view_hooks import GradHook, hook_value
 from hookline.engine.compile.compiled_modules import (
-    Borders, force_eager, is_compiled, unwrap_compiled,
+    RunSubscription, force_eager, is_compiled, unwrap_compiled,
 )
 from hookline.engine.compile.graph_capture import (
     Callback, InBlocks, SplitCallback, bind_own_defaults, graph_snapshot, snapshot,
@@ -38,9 +38,9 @@ from hookline.engine.operations.mode import operations_on
 from hookline.engine.operations.operation import Operation
 from hookline.engine.passes.as_recomputation import as_recomputation
 from hookline.engine.passes.running_calls import Calls
-from hookline.engine.passes.checkpointing import end_thread_passes, same_draws
+from hookline.engine.passes.checkpointing import end_thread_passes, repeatable_generator
 from hookline.engine.passes.modes import (
-    has_numbers, innermost, is_transformed, plain, without_autocast,
+    has_numbers, unwrap_all_transforms, is_transformed, unwrap_ended_transforms, without_autocast,
 )
 from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
 from hookline.engine.pytree.call_arguments import Arguments

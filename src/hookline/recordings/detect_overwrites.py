@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import every_tensor, innermost, local_part
+from hookline.engine import every_tensor, local_part, unwrap_all_transforms
 
 
 def stamp(value: Any) -> tuple[int | None, ...]:
@@ -17,7 +17,7 @@ def stamp(value: Any) -> tuple[int | None, ...]:
 
     An inference tensor has no version counter; its stamp is None.
     """
-    return _versions(map(innermost, every_tensor(value)))
+    return _versions(map(unwrap_all_transforms, every_tensor(value)))
 
 
 @final

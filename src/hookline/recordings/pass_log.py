@@ -21,12 +21,12 @@ from hookline.engine import (
     Site,
     Unversioned,
     every_tensor,
-    innermost,
     is_freed,
     is_wrapped,
     local_shards,
-    plain,
     tensor_holder,
+    unwrap_all_transforms,
+    unwrap_ended_transforms,
 )
 from hookline.engine.pytree import leaves, tree
 from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError, SiteError
@@ -296,7 +296,7 @@ class Log:
                 f"holds tensors in a {was.kind}, which cannot be copied, and torch does not tell"
                 " whether they have changed"
             )
-        tensors = list(map(innermost, every_tensor(value)))
+        tensors = list(map(unwrap_all_transforms, every_tensor(value)))
         if any(map(is_freed, tensors)):
             return "has no numbers any more: its memory was freed after it was recorded"
         # A value with a copy beside it is compared with the copy.
@@ -318,7 +318,9 @@ class Log:
         """Remove the wrappers of finished torch.func transforms from a value."""
         if not any(is_wrapped(tensor) for _, tensor in tree.tensors(value)):
             return value
-        return tree.map_tensors(partial(plain, keeps_graph=self.keeps_graph), value)
+        return tree.map_tensors(
+            partial(unwrap_ended_transforms, keeps_graph=self.keeps_graph), value
+        )
 
     def outline(self, entry: Entry) -> Any:
         """Return a value's structure; values in a folder have meta tensors and are not verified."""

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import UninitializedBuffer, UninitializedParameter
 
-from hookline.engine import has_numbers, innermost, is_wrapped, l1_norms, local_part
+from hookline.engine import (
+    has_numbers,
+    is_wrapped,
+    l1_norms,
+    local_part,
+    unwrap_all_transforms,
+)
 from hookline.engine.pytree import tree
 from hookline.statistics.moments import Moments
 
@@ -106,8 +112,8 @@ def probe_beside_masks(value: Any) -> Tensor | None:
 
 def probe_in_transform(measure: Measure, value: Any) -> Tensor | None:
     """Measure a value inside a transform of torch.func: all examples of a batch together."""
-    number = measure([innermost(tensor.detach()) for _, tensor in tree.tensors(value)])
-    return None if number is None else innermost(number)
+    number = measure([unwrap_all_transforms(tensor.detach()) for _, tensor in tree.tensors(value)])
+    return None if number is None else unwrap_all_transforms(number)
 
 
 def measurable_in(value: Any) -> list[Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import has_numbers, innermost
+from hookline.engine import has_numbers, unwrap_all_transforms
 from hookline.engine.pytree import describe
 from hookline.errors import StructureError
 
@@ -36,7 +36,7 @@ def measurable_parts(value: Tensor) -> Iterable[Tensor]:
             f"the value of a statistic must have data, got {describe.in_full(value)}."
             '\nMove the model to a device before it runs: model.to_empty(device="cpu").'
         )
-    value = innermost(value).detach()
+    value = unwrap_all_transforms(value).detach()
     if value.is_neg():
         value = value.resolve_neg()  # the imaginary part of a conjugate
     return (value,) if _is_dense(value) else strided_parts(value)

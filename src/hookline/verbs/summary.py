@@ -22,10 +22,10 @@ from hookline.engine import (
     Order,
     Pass,
     Site,
-    innermost,
     is_reading,
     paths_above,
     require_model,
+    unwrap_all_transforms,
 )
 from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
@@ -228,7 +228,9 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     table.input_bytes = describe.n_bytes(inputs)
     counted = _FlopCount()
     with eval_without_side_effects(model), line:
-        line.tap(line.select(None, ("input", "output")), _Filler(rows, counted).bind, Order.RECORD)
+        line.attach_taps(
+            line.select(None, ("input", "output")), _Filler(rows, counted).bind, Order.RECORD
+        )
         try:
             with OperationCounter(counted.add, counted.note_missing).counting():
                 call(model, inputs)
@@ -290,7 +292,7 @@ class _Filler:
         row.calls += 1
         row.output = row.output or describe.shape_or_structure(value)
         # Like the FLOPs, under vmap those of all examples.
-        tensors = [innermost(tensor) for _, tensor in tree.tensors(value)]
+        tensors = [unwrap_all_transforms(tensor) for _, tensor in tree.tensors(value)]
         row.output_bytes += describe.n_bytes(tensors)
         if tensors and not row.dtype:
             row.dtype = torch_name(tensors[0].dtype)

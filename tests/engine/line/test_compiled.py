@@ -16,7 +16,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.utils import counters
 
 import hookline as hl
-from hookline.engine.compile.compiled_modules import Borders
+from hookline.engine.compile.compiled_modules import RunSubscription
 from hookline.engine.compile.compiler_errors import explain_error
 from hookline.engine.line import compiled as module
 from hookline.engine.line.compiled import stale_forward
@@ -433,7 +433,7 @@ def test_two_threads_that_first_meet_dynamo_leave_nothing(monkeypatch, left_as_f
     model(torch.ones(1, 2))
     meanwhile.end()
     line.remove()
-    assert not Borders._all
+    assert not RunSubscription._all
     assert left_as_found(model) == before
 
 

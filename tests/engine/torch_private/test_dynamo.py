@@ -106,7 +106,7 @@ def test_borders_are_told_of_and_put_back(form):
         model.compile(backend="eager")
         call = model
     held, told = vars(model).get("_compiled_call_impl"), Told(model)
-    borders = compiled_modules.Borders(told)
+    borders = compiled_modules.RunSubscription(told)
     borders.open()
     if form == "module.compile":
         borders.watch(model)

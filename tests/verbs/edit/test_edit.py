@@ -692,17 +692,17 @@ class InRegion(nn.Module):
 
 
 def test_noise_drawn_in_two_threads_is_recomputed_alike(monkeypatch):
-    lock, same_draws = ToldLock(), edits.same_draws
+    lock, repeatable_generator = ToldLock(), edits.repeatable_generator
     monkeypatch.setattr(edits, "fork_safe_lock", lambda: lock, raising=False)
     noise = hl.edits.noise(1.0, seed=0)
     meanwhile = Meanwhile(lambda: noise(torch.zeros(2)), lock)
 
     def slowly(generator):
-        found = same_draws(generator)
+        found = repeatable_generator(generator)
         meanwhile()
         return found
 
-    monkeypatch.setattr(edits, "same_draws", slowly)
+    monkeypatch.setattr(edits, "repeatable_generator", slowly)
     model = InRegion()
     with hl.edit(model, "fc", noise):
         model(torch.ones(1, 2)).sum().backward()

@@ -49,8 +49,8 @@ def alias_leaves(value: Any) -> Any:
     A leaf outlives the pass. A hook on the leaf itself would outlive the pass, too, and would see
     the gradients of all its other uses.
     """
-    leaves = [tensor for tensor in aliasable_tensors(value, fixed_only=False) if tensor.is_leaf]
-    return tree.replace_tensors(value, make_aliases(leaves), fixed_only=False) if leaves else value
+    leaves = [tensor for tensor in aliasable_tensors(value, tuples_only=False) if tensor.is_leaf]
+    return tree.replace_tensors(value, make_aliases(leaves), tuples_only=False) if leaves else value
 
 
 def alias_lasting_inputs(
@@ -69,7 +69,7 @@ def alias_lasting_inputs(
     Returns:
         The new (args, kwargs); None if there was nothing to alias.
     """
-    candidates = aliasable_tensors((*args, *kwargs.values()), fixed_only=True)
+    candidates = aliasable_tensors((*args, *kwargs.values()), tuples_only=True)
     lasting = [tensor for tensor in candidates if not leaves_only or must_be_aliased(tensor, call)]
     if not lasting:
         return None
@@ -85,8 +85,11 @@ def replace_in(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace tensors in arguments, also inside tuples."""
     return (
-        tuple(tree.replace_tensors(value, new, fixed_only=True) for value in args),
-        {name: tree.replace_tensors(value, new, fixed_only=True) for name, value in kwargs.items()},
+        tuple(tree.replace_tensors(value, new, tuples_only=True) for value in args),
+        {
+            name: tree.replace_tensors(value, new, tuples_only=True)
+            for name, value in kwargs.items()
+        },
     )
 
 
@@ -103,12 +106,12 @@ def alias_map(tensors: Sequence[Tensor], aliases: Sequence[Tensor]) -> IdentityM
     return new
 
 
-def aliasable_tensors(value: Any, *, fixed_only: bool) -> list[Tensor]:
+def aliasable_tensors(value: Any, *, tuples_only: bool) -> list[Tensor]:
     """Return each tensor through which a gradient can flow, once."""
     if not torch.is_grad_enabled():
         return []
     tensors: list[Tensor] = []
-    for tensor in _tensors(value, fixed_only):  # dynamo inlines a comprehension as a call
+    for tensor in _tensors(value, tuples_only):  # dynamo inlines a comprehension as a call
         if tensor.requires_grad and can_be_aliased(tensor):
             tensors.append(tensor)
     return tensors if len(tensors) < 2 else alias_map(tensors, tensors).things()
@@ -127,7 +130,7 @@ def refuse_unaliasable(name: str, values: tuple[Any, ...]) -> None:
     Raises:
         AttachError: an input cannot be aliased.
     """
-    for tensor in _tensors(values, fixed_only=True):
+    for tensor in _tensors(values, tuples_only=True):
         if torch.is_grad_enabled() and tensor.requires_grad and not can_be_aliased(tensor):
             kind = "nested" if tensor.is_nested else torch_name(tensor.layout)
             raise AttachError(
@@ -137,14 +140,14 @@ def refuse_unaliasable(name: str, values: tuple[Any, ...]) -> None:
             )
 
 
-def _tensors(value: Any, fixed_only: bool) -> list[Tensor]:
+def _tensors(value: Any, tuples_only: bool) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     tensors: list[Tensor] = []
-    if isinstance(value, tuple) or (not fixed_only and tree.is_container(value)):
+    if isinstance(value, tuple) or (not tuples_only and tree.is_container(value)):
         for _, part in tree.items(value) or ():
             if isinstance(part, Tensor):
                 tensors.append(part)
             else:
-                tensors += _tensors(part, fixed_only)
+                tensors += _tensors(part, tuples_only)
     return tensors

@@ -49,7 +49,7 @@ ENDED = (
 
 
 def register_receiver(receiver: Any) -> Tensor:
-    """Return a number, as a tensor, under which `waiting.arrived_from_graph` is called."""
+    """Return a number, as a tensor, under which `waiting.receive_from_graph` is called."""
     define_operator()
     number = next(_numbers)
     _waiting[number] = receiver
@@ -71,7 +71,7 @@ def _define_once() -> None:
         waiting = _waiting.get(int(tap))
         if waiting is not None:
             # A copy, because the graph may reuse the memory.
-            waiting.arrived_from_graph(int(of_run), call, slot, grad.clone())
+            waiting.receive_from_graph(int(of_run), call, slot, grad.clone())
         elif grad.dtype is torch.int64:  # not a gradient, but the notice that a gradient is changed
             raise AttachError(ENDED.format(site="A gradient"))
 
@@ -84,7 +84,7 @@ def _define_once() -> None:
         if waiting is not None:
             values, *offsets = parts
             grad = jagged_from_parts([values.clone(), *offsets], dim)
-            waiting.arrived_from_graph(int(of_run), call, slot, grad)
+            waiting.receive_from_graph(int(of_run), call, slot, grad)
 
     for operator in (gradient, jagged_gradient):
         operator.register_fake(_do_nothing)

@@ -104,7 +104,7 @@ class CallGradients:
         aliases, self._aliases = self._aliases, ()
         return aliases
 
-    def index(self, tensor: Tensor) -> int | None:
+    def alias_index(self, tensor: Tensor) -> int | None:
         """Return the index of a tensor among the aliases; None if it is not an alias."""
         for index, ref in enumerate(self._refs):
             if ref() is tensor:
@@ -113,7 +113,7 @@ class CallGradients:
 
     def are_all_aliases(self, tensors: Sequence[Tensor]) -> bool:
         """Tell whether all of these tensors are aliases, so that none was added or replaced."""
-        return all(self.index(tensor) is not None for tensor in tensors)
+        return all(self.alias_index(tensor) is not None for tensor in tensors)
 
     def origin(self, index: int) -> Tensor | None:
         """Return the input that an alias stands for; None for a leaf and for an output.
@@ -123,14 +123,14 @@ class CallGradients:
         """
         return self._origins[index]()
 
-    def subscribe(self, rank: Order, hook: OneHook | AllHook, index: int | None = None) -> None:
+    def add_hook(self, rank: Order, hook: OneHook | AllHook, index: int | None = None) -> None:
         """Add a hook on one of the gradients, or (without an index) on all of them at once."""
         at = len(self._hooks)
         while at and self._hooks[at - 1][0] > rank:
             at -= 1
         self._hooks.insert(at, (rank, index, hook))
 
-    def close(self, output: Any) -> None:
+    def end_call(self, output: Any) -> None:
         """End the call; an alias that it neither changed nor returned will not change any more.
 
         Raises:
@@ -243,7 +243,7 @@ def alias_inputs(
         The arguments with aliases, and the hooks on their gradients; None instead of hooks if no
         input has a gradient.
     """
-    tensors = aliasable_tensors((args, tuple(kwargs.values())), fixed_only=True)
+    tensors = aliasable_tensors((args, tuple(kwargs.values())), tuples_only=True)
     refuse_unaliasable(name, (args, tuple(kwargs.values())))
     if not tensors:
         return args, kwargs, None
@@ -269,7 +269,7 @@ def alias_multiple(key: int, name: str, output: Any) -> tuple[Any, CallGradients
         The output with aliases, and the hooks on their gradients; None instead of hooks if nothing
         was aliased.
     """
-    tensors = aliasable_tensors(output, fixed_only=False)
+    tensors = aliasable_tensors(output, tuples_only=False)
     if len(tensors) < 2:
         return output, None
     gradients = output_gradients(key)
@@ -278,7 +278,7 @@ def alias_multiple(key: int, name: str, output: Any) -> tuple[Any, CallGradients
     new_gradients = CallGradients(key, name, tensors)
     _latest.outputs = weakref.ref(new_gradients)
     new = alias_map(tensors, new_gradients.take_aliases())
-    return tree.replace_tensors(output, new, fixed_only=False), new_gradients
+    return tree.replace_tensors(output, new, tuples_only=False), new_gradients
 
 
 def output_gradients(key: int) -> CallGradients | None:
@@ -295,7 +295,7 @@ def alias_saved_outputs(key: int, output: Any) -> Any:
     """
     gradients = output_gradients(key)
     saved = [
-        tensor for tensor in aliasable_tensors(output, fixed_only=False)
-        if grad_fn_saves(tensor) and (gradients is None or gradients.index(tensor) is None)
+        tensor for tensor in aliasable_tensors(output, tuples_only=False)
+        if grad_fn_saves(tensor) and (gradients is None or gradients.alias_index(tensor) is None)
     ]  # fmt: skip
-    return tree.replace_tensors(output, make_aliases(saved), fixed_only=False) if saved else output
+    return tree.replace_tensors(output, make_aliases(saved), tuples_only=False) if saved else output

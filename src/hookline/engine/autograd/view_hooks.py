@@ -148,14 +148,16 @@ class HookedView:
         self._gradients = _ViewGradients(tensor, base)
 
     def hook_base(
-        self, base: Tensor, owner: int, number: int | None, *, is_last: bool = False
+        self, base: Tensor, owner: int, trace_order: int | None, *, is_last: bool = False
     ) -> None:
         """Register a hook on the base, in case the view is written to."""
         with _lock:
             for other in _hooked_views(base):
                 self._gradients.totals = other._gradients.totals
             # Keep the key and not the hook: the view and the hook would hold each other.
-            self._key = hook_gradient(base, GradHook(self.at_base), owner, number, is_last=is_last)
+            self._key = hook_gradient(
+                base, GradHook(self.at_base), owner, trace_order, is_last=is_last
+            )
 
     def find_write(self, *, is_over: bool = True) -> None:
         """Look for the node of a write to the view.
@@ -236,7 +238,7 @@ def hook_value(
     hook: Hook,
     lost: Callable[[], None],
     owner: int = 0,
-    number: int | None = None,
+    trace_order: int | None = None,
     *,
     is_last: bool = False,
 ) -> HookedView | None:
@@ -246,7 +248,7 @@ def hook_value(
         tensor: a tensor of the graph, which is not held.
         hook: called with the gradient; a result other than None replaces the gradient.
         lost: called in backward if the gradient cannot be told from others.
-        owner, number, is_last: as in `torch_private.autograd.hook_gradient`.
+        owner, trace_order, is_last: as in `torch_private.autograd.hook_gradient`.
 
     Returns:
         The view, if the tensor is a view that can be written to; else None.
@@ -255,9 +257,9 @@ def hook_value(
     is_alone = tensor._is_view() and holds_base_alone(tensor)
     base = base_in_graph(tensor)
     if base is None:
-        hook_gradient(tensor, hook, owner, number, is_last=is_last)
+        hook_gradient(tensor, hook, owner, trace_order, is_last=is_last)
         return None
     view = HookedView(tensor, base, hook, lost, is_alone=is_alone)
-    hook_gradient(tensor, GradHook(view.at_view), owner, number, is_last=is_last)
-    view.hook_base(base, owner, number, is_last=is_last)
+    hook_gradient(tensor, GradHook(view.at_view), owner, trace_order, is_last=is_last)
+    view.hook_base(base, owner, trace_order, is_last=is_last)
     return view

@@ -38,7 +38,7 @@ class Watcher(Protocol):
         """Add a note to the error of a compiled module."""
 
 
-class Borders:
+class RunSubscription:
     """A watcher's subscription to the runs of compiled modules, outside the compiled code.
 
     A module does not know the `torch.compile(module)` through which it is called. So torch's class
@@ -46,7 +46,7 @@ class Borders:
     `module.compile()` holds its compiled call, which is replaced instead.
     """
 
-    _all: ClassVar[list[Borders]] = []
+    _all: ClassVar[list[RunSubscription]] = []
     _lock: ClassVar[threading.RLock] = fork_safe_lock()
     _original: ClassVar[Callable[..., Any] | None] = None
     # The modules that hold their compiled call: the ids of watchers, the compiled call, its
@@ -60,39 +60,45 @@ class Borders:
 
     def open(self) -> None:
         """Begin to report runs. `remove` undoes this also after an interrupt."""
-        with Borders._lock:
+        with RunSubscription._lock:
             kind = sys.modules["torch._dynamo"].OptimizedModule
             if kind.__call__ is not _call_optimized:
-                Borders._original = kind.__call__
+                RunSubscription._original = kind.__call__
                 kind.__call__ = _call_optimized
-            Borders._all.append(self)
+            RunSubscription._all.append(self)
 
     def watch(self, module: nn.Module) -> None:
         """Report the runs of a module that was compiled by `module.compile()`. Idempotent."""
-        with Borders._lock:
-            entry = Borders._replaced_calls.get(module)
+        with RunSubscription._lock:
+            entry = RunSubscription._replaced_calls.get(module)
             if entry is None:
                 compiled = module.__dict__["_compiled_call_impl"]
                 replacement = partial(_call_own_compiled, weakref.ref(module), compiled)
-                entry = Borders._replaced_calls[module] = set(), compiled, replacement
+                entry = RunSubscription._replaced_calls[module] = set(), compiled, replacement
                 module.__dict__["_compiled_call_impl"] = replacement
             entry[0].add(id(self))
 
     def remove(self) -> None:
         """Stop reporting and restore torch's class and the modules."""
-        with Borders._lock:
-            if self in Borders._all:  # Ctrl-C in a comprehension keeps the lock in Python 3.13
-                Borders._all.remove(self)
-            for module, (watchers, compiled, replacement) in Borders._replaced_calls.items():
+        with RunSubscription._lock:
+            if (
+                self in RunSubscription._all
+            ):  # Ctrl-C in a comprehension keeps the lock in Python 3.13
+                RunSubscription._all.remove(self)
+            for module, (
+                watchers,
+                compiled,
+                replacement,
+            ) in RunSubscription._replaced_calls.items():
                 watchers.discard(id(self))
                 if watchers:
                     continue
                 if module.__dict__.get("_compiled_call_impl") is replacement:
                     module.__dict__["_compiled_call_impl"] = compiled
-                Borders._replaced_calls.pop(module)
+                RunSubscription._replaced_calls.pop(module)
             kind = sys.modules["torch._dynamo"].OptimizedModule
-            if not Borders._all and kind.__call__ is _call_optimized:
-                kind.__call__ = Borders._original
+            if not RunSubscription._all and kind.__call__ is _call_optimized:
+                kind.__call__ = RunSubscription._original
 
 
 # The modules that were called by a `torch.compile(module)` with a `guard_filter_fn`.
@@ -159,7 +165,7 @@ def _call_own_compiled(
 
 def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
     """Call an `OptimizedModule` and tell its watchers; it replaces `OptimizedModule.__call__`."""
-    original = Borders._original or type(optimized).__mro__[1].__call__
+    original = RunSubscription._original or type(optimized).__mro__[1].__call__
     if is_dynamo_compiling():
         return original(optimized, *args, **kwargs)
     if filters_guards(optimized):
@@ -171,7 +177,7 @@ def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
 def _call_and_report(
     module: nn.Module, frame: FrameType, call: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    held = filter(None, [border.watcher() for border in Borders._all])
+    held = filter(None, [border.watcher() for border in RunSubscription._all])
     watchers = [watcher for watcher in held if watcher.covers(module)]
     entered: list[Watcher] = []
     output = None

@@ -15,7 +15,11 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from hookline.engine.passes.modes import innermost, plain, runs_in_transform
+from hookline.engine.passes.modes import (
+    runs_in_transform,
+    unwrap_all_transforms,
+    unwrap_ended_transforms,
+)
 from hookline.engine.passes.passes import Pass, Switch
 from hookline.engine.pytree import tree
 from hookline.engine.torch_private.dynamo import keep_call_in_graphs, while_tracing
@@ -194,8 +198,10 @@ def _keep_unwrap_in_graphs() -> None:
 
 def _unwrap_transforms(copied: Tensor) -> Tensor:
     """Remove the wrappers of transforms: no graph can return a wrapped tensor."""
-    # Under torch.func.grad, the operations in `plain` wrap their results again.
-    return innermost(plain(copied, keeps_graph=True, also_running=True))
+    # Under torch.func.grad, the operations in `unwrap_ended_transforms` wrap their results again.
+    return unwrap_all_transforms(
+        unwrap_ended_transforms(copied, keeps_graph=True, also_running=True)
+    )
 
 
 NO_PASS = Pass(-1)  # the pass given to edits inside compiled code, which may note nothing

@@ -121,8 +121,8 @@ class GraphGradientTap(GradientTap):
         for slot in range(len(tensors)):  # not enumerate: dynamo traces each step of it
             tensor = tensors[slot]
             if are_outside[slot] != "0":
-                number = next_hook_number() if are_outside[slot] == "1" else ""
-                outside = (*outside, (slot, tensor, number))
+                trace_order = next_hook_number() if are_outside[slot] == "1" else ""
+                outside = (*outside, (slot, tensor, trace_order))
             elif is_on:
                 address = traced.number, of_run, call, slot
                 hook_in_graph(tensor, address, owner, self.on)
@@ -183,7 +183,7 @@ class GraphGradientTap(GradientTap):
             self.placed += 1
         else:
             self.needless += 1
-            self.on.missing(current, pending)
+            self.on.on_no_gradient(current, pending)
 
     def _collect_without_grad(
         self, current: Pass, early: Early, slots: TensorSlots, outside: Outside
@@ -191,19 +191,21 @@ class GraphGradientTap(GradientTap):
         """Handle a value that flowed while gradients were disabled.
 
         A tensor that came into a reentrant checkpoint from outside gets its hooks now, as in
-        `wait`. A change inside the graph would reach only the checkpoint's share of the tensor's
-        gradient.
+        `hook_tensors`. A change inside the graph would reach only the checkpoint's share of the
+        tensor's gradient.
         """
         if current.recomputation is not None and not current.region.is_reentrant:
             return early
         outside = tuple([entry for entry in outside if entry[1].grad_fn is not None])
-        if not self._comes_later(current) or not outside:
+        if not self._comes_in_recomputation(current) or not outside:
             return early
         if self.on.inside is not None:
-            self.lose(_FROM_BEFORE)
+            self.warn_ambiguous(_FROM_BEFORE)
             return early
         places = {slot: -1 - slots.index(slot) for slot, _, _ in outside}
-        hooked = tuple([(places[slot], tensor, number) for slot, tensor, number in outside])
+        hooked = tuple(
+            [(places[slot], tensor, trace_order) for slot, tensor, trace_order in outside]
+        )
         self._hook_outside(current, early.pending, hooked)
         hooked_slots = {index: places[slot] for index, slot in enumerate(slots) if slot in places}
         return self._note_early(current, early._replace(slots={**early.slots, **hooked_slots}))
@@ -213,20 +215,20 @@ class GraphGradientTap(GradientTap):
         compiler = self.passes.compiler
         owner = 0 if compiler is None else compiler.owner_of(self)
         first = pass_of_gradients(current)
-        for slot, tensor, number in outside:
+        for slot, tensor, trace_order in outside:
             # It is known who wrote last, not when: the write may be of code that ran earlier.
-            if not number or is_written_by_compiled(tensor):
-                self.lose(_WRITTEN_BY_GRAPH)
+            if not trace_order or is_written_by_compiled(tensor):
+                self.warn_ambiguous(_WRITTEN_BY_GRAPH)
             else:
                 hook = self._hook_for(first, pending, slot)
-                self._put(current, tensor, hook, owner, int(number))
+                self._place_hook(current, tensor, hook, owner, int(trace_order))
                 if self.on.awaits is not None:
                     self.on.awaits(current, pending, slot, tensor)
 
-    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
+    def receive_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
         """Handle a gradient that has left a compiled graph."""
         if call == LOST:
-            self.lose(_SHARED_OUTPUT)
+            self.warn_ambiguous(_SHARED_OUTPUT)
             return
         if self.on.inside is not None and self.passes.closed:
             raise AttachError(ENDED.format(site=self.site))
@@ -245,7 +247,7 @@ class GraphGradientTap(GradientTap):
         if slot in ignored:
             return
         if self.on.inside is None:
-            self.arrive(current, pending, slot, grad)
+            self.receive_gradient(current, pending, slot, grad)
         else:
             self._count_arrival(pending)
 

@@ -111,12 +111,12 @@ class GradientCallback:
     # Called with each tensor whose gradient is pending.
     awaits: Callable[[Pass, PendingGradient, int, Tensor], None] | None = None
 
-    def arrived(
+    def on_gradient(
         self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor
     ) -> Tensor | None:
         """Handle the gradient of one tensor; a result other than None replaces the gradient."""
 
-    def missing(self, current: Pass, pending: PendingGradient) -> None:
+    def on_no_gradient(self, current: Pass, pending: PendingGradient) -> None:
         """Handle a value that requires no gradient, so that no gradient will arrive."""
 
 
@@ -159,34 +159,39 @@ class GradientTap(Tap):
 
     def _hook_for(self, first: Pass, pending: PendingGradient, slot: int) -> GradHook:
         if self.on.keeps_graph:
-            hook = GradHook(self._arrive_weakly, weakref.ref(first), pending, slot)
+            hook = GradHook(self._receive_weakly, weakref.ref(first), pending, slot)
         else:
-            hook = GradHook(self.arrive, first, pending, slot)
+            hook = GradHook(self.receive_gradient, first, pending, slot)
         if STOPWATCH.readers and self.rank >= Order.GRAD_READ:  # what only looks is not the model's
             return GradHook(STOPWATCH.call_untimed, hook)
         return hook
 
-    def _put(
-        self, current: Pass, tensor: Tensor, hook: GradHook, owner: int, number: int | None = None
+    def _place_hook(
+        self,
+        current: Pass,
+        tensor: Tensor,
+        hook: GradHook,
+        owner: int,
+        trace_order: int | None = None,
     ) -> None:
         """Register a hook on a tensor."""
         node = tensor.grad_fn
         if isinstance(node, PYTHON_NODE):
             source = find_replaced_tensor(tensor)
             if source is not None:
-                self._put_on_source(current, source, hook, owner, number)
+                self._hook_replaced(current, source, hook, owner, trace_order)
                 return
             if is_compiled_node(node):
-                at_run = GradHook(self._at_compiled, hook, tensor.output_nr)
-                prehook_node(node, at_run, owner, number)
+                at_run = GradHook(self._call_at_compiled, hook, tensor.output_nr)
+                prehook_node(node, at_run, owner, trace_order)
                 return
-            if self._put_in_region(current, node, tensor.output_nr, hook, owner):
+            if self._hook_region_output(current, node, tensor.output_nr, hook, owner):
                 return
-        view = hook_value(tensor, hook, self.lose, owner, number)
+        view = hook_value(tensor, hook, self.warn_ambiguous, owner, trace_order)
         if view is not None:
             self.note_view(current, view)
 
-    def _put_in_region(
+    def _hook_region_output(
         self, current: Pass, node: Any, index: int, hook: GradHook, owner: int
     ) -> bool:
         """Register a hook on the tensor that the function of a reentrant checkpoint returned.
@@ -198,28 +203,33 @@ class GradientTap(Tap):
         if region is None or index >= len(region.made_inside):
             return False
         if region.made_inside[index]:
-            region.at_outputs.append(partial(self._put_recomputed, index, hook, owner))
+            region.at_outputs.append(partial(self._hook_recomputed, index, hook, owner))
             return True
         origin = region.passed_on[index]
         if origin is None:
             return False
         outside = origin.tensor()
         if outside is not None and outside.grad_fn is origin.node:
-            self._put(current, outside, hook, owner)
-        elif not self._put_in_region(current, origin.node, origin.number, hook, owner):
+            self._place_hook(current, outside, hook, owner)
+        elif not self._hook_region_output(current, origin.node, origin.number, hook, owner):
             prehook_node(origin.node, GradHook(_call_at_node, hook, origin.number), owner)
         return True
 
-    def _put_recomputed(
+    def _hook_recomputed(
         self, index: int, hook: GradHook, owner: int, outputs: Sequence[Any]
     ) -> None:
         """Register a hook on a tensor that a region's second run returns."""
         current, tensor = self.in_thread.running, outputs[index]
         if current is not None and isinstance(tensor, Tensor) and tensor.requires_grad:
-            self._put(current, tensor, hook, owner)
+            self._place_hook(current, tensor, hook, owner)
 
-    def _put_on_source(
-        self, current: Pass, source: ReplacedTensor, hook: GradHook, owner: int, number: int | None
+    def _hook_replaced(
+        self,
+        current: Pass,
+        source: ReplacedTensor,
+        hook: GradHook,
+        owner: int,
+        trace_order: int | None,
     ) -> None:
         """Register a hook on the tensor that a parallel library has replaced.
 
@@ -228,22 +238,24 @@ class GradientTap(Tap):
         if source.layout is not None:
             hook = GradHook(source.layout.call, hook)
         if source.tensor is not None:
-            self._put(current, source.tensor, hook, owner, number)
+            self._place_hook(current, source.tensor, hook, owner, trace_order)
             return
         counter = version_counter(source.alias)
-        at_view = GradHook(self._at_source, hook, source.number, counter, counter._version)
-        prehook_node(source.node, at_view, owner, number)
+        at_view = GradHook(self._call_at_view, hook, source.number, counter, counter._version)
+        prehook_node(source.node, at_view, owner, trace_order)
 
-    def _at_source(
+    def _call_at_view(
         self, hook: GradHook, index: int, counter: Tensor, version: int, grads: Sequence[Any]
     ) -> Any:
         """Call the hook at a view's node; the gradient is complete if nobody wrote to the view."""
         if counter._version != version:
-            self.lose()
+            self.warn_ambiguous()
             return None
         return _call_at_node(hook, index, grads)
 
-    def _at_compiled(self, hook: GradHook, index: int, grads: tuple[Tensor | None, ...]) -> Any:
+    def _call_at_compiled(
+        self, hook: GradHook, index: int, grads: tuple[Tensor | None, ...]
+    ) -> Any:
         """Call a hook at the node of a compiled run, for one of the tensors that it returned.
 
         The node does not show gradients that flow from one returned tensor to another inside the
@@ -251,15 +263,15 @@ class GradientTap(Tap):
         outside.
         """
         if any(grad is not None for k, grad in enumerate(grads) if k != index):
-            self.lose(INSIDE)
+            self.warn_ambiguous(INSIDE)
             return None
         return _call_at_node(hook, index, grads)
 
-    def wait(self, call: TappedCall, value: Any) -> None:
+    def hook_tensors(self, call: TappedCall, value: Any) -> None:
         """Hook each tensor of a value and wait for the gradients."""
         current = call.current
         is_on = torch.is_grad_enabled()
-        if not is_on and not self._comes_later(current):
+        if not is_on and not self._comes_in_recomputation(current):
             return
         value = self.part(current, value)
         early = self._early(current, call.number)
@@ -272,7 +284,7 @@ class GradientTap(Tap):
             slots = {id(tensor): early.slots[k] for k, tensor in tensors if k in early.slots}
         if is_on:
             results = {} if early is None else {**early.results}
-            self._hook_tensors(call, pending, value, slots, results)
+            self._hook_each(call, pending, value, slots, results)
         if not isinstance(value, Tensor):
             pending.form = outlines.outline(value, lambda tensor: slots.get(id(tensor)))
         if not is_on:
@@ -281,8 +293,8 @@ class GradientTap(Tap):
             self.placed += current.recomputation is None
         else:
             self.placed -= current.recomputation is not None
-            self.count_needless(value)
-            self.on.missing(pass_of_gradients(current), pending)
+            self.count_without_grad(value)
+            self.on.on_no_gradient(pass_of_gradients(current), pending)
 
     def _early(self, current: Pass, call: int) -> Early | None:
         """Return the tensors of a call's value that got their hooks in the first run."""
@@ -309,7 +321,7 @@ class GradientTap(Tap):
             return early
         return self._note_early(call.current, Early(early.pending, slots, results))
 
-    def _hook_tensors(
+    def _hook_each(
         self,
         call: TappedCall,
         pending: PendingGradient,
@@ -341,24 +353,24 @@ class GradientTap(Tap):
         """
         hook = self._hook_for(pass_of_gradients(call.current), pending, slot)
         aliases = call.aliases
-        index = None if aliases is None else aliases.index(tensor)
+        index = None if aliases is None else aliases.alias_index(tensor)
         if aliases is not None and index is not None:
             origin = aliases.origin(index)
             if origin is None:
-                aliases.subscribe(self.rank, hook, index)
+                aliases.add_hook(self.rank, hook, index)
             else:
-                self._put(call.current, origin, hook, call.owner)
+                self._place_hook(call.current, origin, hook, call.owner)
         elif tensor.grad_fn is not None:
-            self._put(call.current, tensor, hook, call.owner)
+            self._place_hook(call.current, tensor, hook, call.owner)
         else:
             if not can_be_aliased(tensor):
-                self.lose(_NO_ALIAS)
+                self.warn_ambiguous(_NO_ALIAS)
             return False
         if self.on.awaits is not None:
             self.on.awaits(call.current, pending, slot, tensor)
         return True
 
-    def _comes_later(self, current: Pass) -> bool:
+    def _comes_in_recomputation(self, current: Pass) -> bool:
         """Tell whether gradients, disabled now, come in the recomputation of a region."""
         region = current.region
         if region is None or not region.is_reentrant:
@@ -372,7 +384,7 @@ class GradientTap(Tap):
     def _again(self, current: Pass) -> Pass | None:
         return current if current.recomputation.has_gradients else None
 
-    def count_needless(self, value: Any) -> None:
+    def count_without_grad(self, value: Any) -> None:
         """Count a value that seems to require no gradient.
 
         Raises:
@@ -384,7 +396,7 @@ class GradientTap(Tap):
             raise AttachError(mapped_gradient(str(self.site)))
         self.needless += 1
 
-    def lose(self, why: str = "") -> None:
+    def warn_ambiguous(self, why: str = "") -> None:
         """Warn that a gradient cannot be told from others.
 
         Raises:
@@ -406,7 +418,7 @@ class GradientTap(Tap):
             if (outside := base()) is not None and view.is_view_of(outside):
                 views.append(weakref.ref(view))
 
-    def arrive(
+    def receive_gradient(
         self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor | None
     ) -> Tensor | None:
         """Handle a gradient: the hook that is registered on tensors.
@@ -420,10 +432,10 @@ class GradientTap(Tap):
             self._warn_late()
             return None
         if is_legacy_batched(grad):
-            return map_batch(partial(self.arrive, current, pending, slot), grad)
+            return map_batch(partial(self.receive_gradient, current, pending, slot), grad)
         self._count_arrival(pending)
         try:
-            new = self.on.arrived(current, pending, slot, grad)
+            new = self.on.on_gradient(current, pending, slot, grad)
             if new is not None and grad.is_nested and grad.layout is torch.strided:
                 raise StructureError(
                     f"{self.site}: torch accepts no changed gradient of a strided nested tensor."
@@ -443,9 +455,9 @@ class GradientTap(Tap):
             pending.gathered[run] = None
             self.fired += 1
 
-    def _arrive_weakly(self, of: Any, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
+    def _receive_weakly(self, of: Any, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
         current = of()
-        return None if current is None else self.arrive(current, pending, slot, grad)
+        return None if current is None else self.receive_gradient(current, pending, slot, grad)
 
     def _warn_late(self) -> None:
         if self.on.changes and not self.has_warned:

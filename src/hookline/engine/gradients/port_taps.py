@@ -49,24 +49,26 @@ class GradOutputTap(GraphGradientTap):
             value = aliases.alias_leaves(output)
             self.trace(value)
             return value
-        return self.look(module, output, id(sys._getframe(1)))
+        return self.hook_output(module, output, id(sys._getframe(1)))
 
-    def look(self, module: nn.Module, output: Any, key: int) -> Any:
+    def hook_output(self, module: nn.Module, output: Any, key: int) -> Any:
         """Do the work of `fire` for the call with this key."""
         call = self._call(module)
         if call is None:
             return None
         region = call.current.region
         if region is None and type(output) is Tensor and output.grad_fn is not None:
-            self.wait(call, output)
+            self.hook_tensors(call, output)
             return None
         with outside_checkpoint(region):
             value = aliases.alias_leaves(output)
             if self.passes.compiler is not None and _returns_recreated_views(module, value):
                 self.placed += 1
-                self.lose(INSIDE)
+                self.warn_ambiguous(INSIDE)
             else:
-                self.wait(call._replace(aliases=module_backward.output_gradients(key)), value)
+                self.hook_tensors(
+                    call._replace(aliases=module_backward.output_gradients(key)), value
+                )
         return None if value is output else value
 
 
@@ -114,7 +116,7 @@ class GradInputTap(GraphGradientTap):
             new = aliases.alias_lasting_inputs(args, kwargs, (key, id(module)), leaves_only=True)
             args, kwargs = new or (args, kwargs)
             try:
-                self.wait(call, self.arguments.bind(module, args, kwargs))
+                self.hook_tensors(call, self.arguments.bind(module, args, kwargs))
             except Exception as error:
                 self._note(error)
                 raise
@@ -238,7 +240,7 @@ class ParameterTap(GradientTap):
             self._handle_sum()
         # .grad is clipped, zeroed and added to in place, so a callback that keeps it must copy it.
         argument = grad if self.on.changes else grad.detach()
-        new = self.arrive(current, PendingGradient(0), 0, argument)
+        new = self.receive_gradient(current, PendingGradient(0), 0, argument)
         if new is not None:
             if type(new) is not type(grad):
                 raise StructureError(
@@ -273,7 +275,7 @@ class ParameterTap(GradientTap):
             return None
         if self._is_written():  # a part only: the gradient of the value before the write
             if self.on.changes or self.fired:  # else the line reports this at its end
-                self.lose(_WRITTEN)
+                self.warn_ambiguous(_WRITTEN)
             return None
         self.ran += 1
         self._n_parts = self._n_parts + 1 if number == self._run else 1
@@ -285,7 +287,7 @@ class ParameterTap(GradientTap):
                 " each has a backward of its own.\nCheckpoint with use_reentrant=False, which gives"
                 " the whole gradient at once."
             )
-        return self.arrive(current, PendingGradient(self._n_parts - 1), 0, grad)
+        return self.receive_gradient(current, PendingGradient(self._n_parts - 1), 0, grad)
 
     def retire(self) -> None:
         """Stop firing and release the callback."""
@@ -293,7 +295,7 @@ class ParameterTap(GradientTap):
         self.on: GradientCallback = GradientCallback()
 
     def _pass_of_backward(self, backward: int) -> Pass | None:
-        current = self.passes.at_parameter(backward)
+        current = self.passes.pass_of_parameter(backward)
         if current is None and not self.passes.closed:
             self._is_elsewhere = True
         return current

@@ -20,7 +20,7 @@ from typing import final
 
 from torch import nn
 
-from hookline.engine.compile.compiled_modules import Borders, find_compiled, unwrap_compiled
+from hookline.engine.compile.compiled_modules import RunSubscription, find_compiled, unwrap_compiled
 from hookline.engine.compile.compiled_runs import ActiveTaps, CurrentRun
 from hookline.engine.compile.compiler_errors import explain_error
 from hookline.engine.compile.guards import Marks
@@ -66,7 +66,7 @@ class _CallStack(threading.local):
 
 @final
 class _Border:
-    """The calls of the compiled modules that concern a line, reported by `Borders`.
+    """The calls of the compiled modules that concern a line, reported by `RunSubscription`.
 
     Args:
         line: switched on for each call.
@@ -75,8 +75,8 @@ class _Border:
     """
 
     __slots__ = (
-        "__weakref__", "_around_root", "_borders", "_here", "_line", "_lock", "_members",
-        "_passes", "_root",
+        "__weakref__", "_around_root", "_here", "_line", "_lock", "_members", "_passes", "_root",
+        "_subscription",
     )  # fmt: skip
 
     def __init__(self, line: Compiled, passes: Passes, root: nn.Module) -> None:
@@ -88,11 +88,11 @@ class _Border:
         self._lock = fork_safe_lock()
         self._members: set[int] | None = None  # ids of the model's modules; None until first needed
         self._around_root: WeakIdentityMap[bool] = WeakIdentityMap()
-        self._borders = Borders(self)
+        self._subscription = RunSubscription(self)
 
     def open(self, compiled: list[nn.Module] | None) -> None:
         """Begin to watch calls. `close` undoes this also after an interrupt."""
-        self._borders.open()
+        self._subscription.open()
         self.find(compiled)
 
     def find(self, compiled: list[nn.Module] | None = None) -> None:
@@ -102,12 +102,12 @@ class _Border:
         if compiled is None:
             self._members, compiled = find_compiled(self._root)
         for module in compiled:
-            self._borders.watch(module)
+            self._subscription.watch(module)
 
     def close(self) -> None:
         """Stop watching calls. `leave` still runs for the calls under way."""
         self._root = None
-        self._borders.remove()
+        self._subscription.remove()
 
     @property
     def is_crossed(self) -> bool:
@@ -139,7 +139,7 @@ class _Border:
         is_whole = self._holds_root(module)
         if is_whole:
             self._passes.begin(frame)
-        call.before = self._line.switch_on(None if is_whole else module)
+        call.before = self._line.swap_taps(None if is_whole else module)
         call.is_on = True
         call.settings.begin()
 
@@ -219,20 +219,20 @@ class Compiled(Attachment):
             self.border = _Border(self, self._passes, self._root)
             self.border.open(compiled)
             if self._taps:
-                self.hooked(self._taps)
+                self.add_taps(self._taps)
 
-    def hooked(self, taps: list[Tap]) -> None:
+    def add_taps(self, taps: list[Tap]) -> None:
         """Add taps that have been attached."""
         with self._lock:
-            self._hooked(taps)
+            self._add_taps(taps)
 
-    def _hooked(self, taps: list[Tap]) -> None:
+    def _add_taps(self, taps: list[Tap]) -> None:
         self._parts.clear()
         self._new += taps
         gradients = [tap for tap in taps if tap.site.port in GRADIENT_PORTS]
         self._run.add(taps, has_gradients=bool(gradients))
         if may_have_compiled():
-            self._make_ready()
+            self._mark_hooked()
         else:
             for tap in gradients:
                 tap.prepare()
@@ -253,7 +253,7 @@ class Compiled(Attachment):
         for number in {self.owner_of(tap) for tap in taps} - hooked - {id(self._root)}:
             self._marks.discard(number)
 
-    def _make_ready(self) -> None:
+    def _mark_hooked(self) -> None:
         """Mark newly hooked modules, so that code compiled before is not used while the line lasts.
 
         Called when code has been compiled or is about to be. Every piece of compiled code that
@@ -299,7 +299,7 @@ class Compiled(Attachment):
         if border is None:
             return
         if may_have_compiled() and not border.is_crossed:
-            self._make_ready()
+            self._mark_hooked()
             for module in self._marks.renew():
                 if module is self._root:
                     raise AttachError(stale_forward(module))
@@ -361,7 +361,7 @@ class Compiled(Attachment):
 
     # -- called by the border --------------------------------------------------------------------
 
-    def switch_on(self, module: nn.Module | None) -> ActiveTaps:
+    def swap_taps(self, module: nn.Module | None) -> ActiveTaps:
         """Let compiled code use the taps in a module, or with None all taps.
 
         Returns:
@@ -369,10 +369,10 @@ class Compiled(Attachment):
         """
         passes = self._passes
         passes.switch.is_on, self._traced = False, None
-        self._make_ready()
+        self._mark_hooked()
         self._marks.renew()
         taps = self._taps if module is None else self._taps_in(module)
-        current = passes.in_thread.current or passes.outside() if taps else None
+        current = passes.in_thread.current or passes.pass_outside_root() if taps else None
         return self._run.switch_taps([] if current is None else taps, current)
 
     def switch_back(self, before: ActiveTaps) -> None:

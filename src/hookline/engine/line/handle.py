@@ -55,7 +55,7 @@ class CallHooks:
         # First, so that any hook of a tap that is still in place does nothing from here on.
         for tap in self.taps:
             tap.retire()
-        self.registrations.remove_these(self._without_closers())
+        self.registrations.remove_entries(self._without_closers())
         for attachment in self.attached:
             attachment.drop(self.taps)
         self.is_on = False
@@ -70,8 +70,8 @@ class CallHooks:
         for tap in self.taps:
             hook = tap.closer()
             if hook is not None:
-                closers = self.registrations.of([tap], hook=hook)
-                tap.when_closed(partial(self.registrations.remove_these, closers))
+                closers = self.registrations.entries_of([tap], hook=hook)
+                tap.when_closed(partial(self.registrations.remove_entries, closers))
                 off = [entry for entry in off if all(entry is not closer for closer in closers)]
         return off
 

@@ -70,8 +70,9 @@ class LineOptions:
 
 
 @hide_from_dir(
-    "all_or_nothing", "attached", "fast_paths", "hooking", "is_everywhere", "keep", "module_tree",
-    "nodes", "options", "originals", "passes", "place", "root", "select", "tap", "taps",
+    "add_tap", "all_or_nothing", "attach_taps", "attached", "fast_paths", "is_everywhere",
+    "module_tree", "new_handle", "nodes", "options", "originals", "passes", "place", "root",
+    "select", "taps",
 )  # fmt: skip
 class Line:
     """Hooks that were attached together, and are removed together.
@@ -145,9 +146,9 @@ class Line:
         self._last: Report | None = None
         # Nobody could end a line that is no longer referenced, so its finalizer ends it.
         parts = self.attached, self.passes
-        self._drop = weakref.finalize(self, _dropped, name, user_line(), *parts)
+        self._drop = weakref.finalize(self, _end_dropped, name, user_line(), *parts)
         self._drop.atexit = False
-        self.passes.belong_here()  # last: after this the line must be ended
+        self.passes.bind_to_context()  # last: after this the line must be ended
 
     # -- the interface for verbs ----------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class Line:
             )
         return select_in(self.module_tree, selector, ports)
 
-    def tap(self, selection: Selection, bind: Callable[[Site], Bound], rank: Order) -> None:
+    def attach_taps(self, selection: Selection, bind: Callable[[Site], Bound], rank: Order) -> None:
         """Attach a tap to each site, all or none.
 
         Args:
@@ -189,7 +190,7 @@ class Line:
             if self.root is not None and "grad_input" in {site.port for site in sites}:
                 self._registrations.place([(BorderTap(self.passes), ModuleNode("", self.root, 0))])
             taps = [
-                bound if isinstance(bound, Tap) else self._make(site, bound, rank)
+                bound if isinstance(bound, Tap) else self._make_tap(site, bound, rank)
                 for site, bound in zip(sites, map(bind, sites), strict=True)
             ]
             self.place(list(zip(taps, nodes, strict=True)))
@@ -229,18 +230,18 @@ class Line:
         tap.off += 1  # a frozen parameter
         return False
 
-    def _make(self, site: Site, bound: Any, rank: Order) -> Tap:
+    def _make_tap(self, site: Site, bound: Any, rank: Order) -> Tap:
         if isinstance(bound, GradientCallback):
             kinds = {"grad_input": GradInputTap, "grad_output": GradOutputTap}
             return kinds.get(site.port, ParameterTap)(
                 site, self.passes, bound, GRADIENT_ORDERS[rank]
             )
         if isinstance(bound, InBlocks):
-            tap = self._make(site, bound.bound, rank)
+            tap = self._make_tap(site, bound.bound, rank)
             tap.takes_blocks = not site.leaf
             return tap
         if isinstance(bound, SplitCallback):
-            tap = self._make(site, bound.callback, rank)
+            tap = self._make_tap(site, bound.callback, rank)
             tap.halves = bound
             return tap
         kind = InputTap if site.port == "input" else OutputTap
@@ -248,12 +249,12 @@ class Line:
 
     # -- the beginning ---------------------------------------------------------------------------
 
-    def keep(self, tap: Tap) -> None:
+    def add_tap(self, tap: Tap) -> None:
         """Add a tap without a node to the line and its report."""
         self.taps.append(tap)
 
     @contextmanager
-    def hooking(self, kind: str) -> Iterator[HookHandle]:
+    def new_handle(self, kind: str) -> Iterator[HookHandle]:
         """Register the hooks of one call, all or none, and yield their handle."""
         # Threads that share a line register one after the other, since each call has its own
         # handle.
@@ -265,7 +266,7 @@ class Line:
             self._had_handles = True
             yield handle
             taps = self.taps[n_taps:]
-            registration.hold(taps, registrations.of(taps, n_placed))
+            registration.hold(taps, registrations.entries_of(taps, n_placed))
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[Registrations]:
@@ -275,7 +276,7 @@ class Line:
             self._start(is_first=not n_placed)
             yield self._registrations
             if self._compiled.border is not None:
-                self._compiled.hooked(self.taps[n_taps:])
+                self._compiled.add_taps(self.taps[n_taps:])
         except BaseException:
             self._registrations.remove(n_placed)
             del self.taps[n_taps:]
@@ -294,7 +295,7 @@ class Line:
         if self.root is not None and is_first:
             self._registrations.place([(RootTap(self.passes), ModuleNode("", self.root, 0))])
             self.passes.compiler = self._compiled
-            self.passes.at_border = self.originals.look
+            self.passes.at_border = self.originals.warn_of_replaced
             self._compiled.enable_if_dynamo_loaded(self.module_tree.compiled)
 
     def _refuse_elsewhere(self) -> None:
@@ -353,7 +354,7 @@ class Line:
             if self._last is None:
                 self._last = self._make_report(ended=True)
         finally:
-            self.passes.leave()
+            self.passes.end_all()
             self._drop.detach()
         if self._last.passes != self.passes.started:  # another thread has begun a pass meanwhile
             self._last = self._make_report(ended=True)
@@ -395,13 +396,15 @@ class Line:
             ended=ended,
             sites=tuple([tap.site for tap in taps]),
             counts=tuple([tap.fired for tap in taps]),
-            why=self._explain(silent) if silent else {},
+            why=self._explain_silent(silent) if silent else {},
             excused=frozenset(
                 [tap.site for tap in silent if tap.is_excused or self._glob(tap) in met]
             ),
             notes=self._notes(),
             removed=tuple(removed),
-            replaced={site: loss.remark for site, loss in self.originals.told.items()},
+            replaced={
+                site: replacement.remark for site, replacement in self.originals.told.items()
+            },
         )
 
     def _glob(self, tap: Tap) -> str:
@@ -409,20 +412,20 @@ class Line:
         node = self._nodes.get(id(tap))
         return node.glob if isinstance(node, OperationNode) else ""
 
-    def _explain(self, silent: list[Tap]) -> dict[Site, str]:
+    def _explain_silent(self, silent: list[Tap]) -> dict[Site, str]:
         reasons = (attachment.why_silent() for attachment in self.attached)
         elsewhere = next(filter(None, reasons), None)
-        losses = self.originals.losses()
+        replacements = self.originals.replacements()
         why = {}
         for tap in silent:
             if not tap.is_removed:
-                loss = losses.get(tap.site)
-                reason = f"{loss.remark}; attach after that" if loss else elsewhere
+                replacement = replacements.get(tap.site)
+                reason = f"{replacement.remark}; attach after that" if replacement else elsewhere
                 silence = Silent(tap, self._nodes.get(id(tap)), self.passes)
                 why[tap.site] = reason or explain(silence)
         return why
 
-    def _gathered(self) -> str | None:
+    def _shared_pass_warning(self) -> str | None:
         """Write the warning that several runs of modules share one pass, where passes matter."""
         if self.passes.outside_root < self.passes.started:
             return None
@@ -438,7 +441,7 @@ class Line:
         remark = self.options.remark
         notes = [self.fast_paths.warning(self.name)]
         notes += [attachment.note for attachment in self.attached]
-        self._note_in_warning = self._gathered()
+        self._note_in_warning = self._shared_pass_warning()
         notes += [self._note_in_warning, remark and remark()]
         return tuple([note for note in notes if note is not None])
 
@@ -465,11 +468,11 @@ def _remove_all(attached: list[Attachment], passes: Passes) -> None:
     forget_checkpoints(passes)
 
 
-def _dropped(name: str, made_at: UserLine, attached: list[Attachment], passes: Passes) -> None:
+def _end_dropped(name: str, made_at: UserLine, attached: list[Attachment], passes: Passes) -> None:
     """End a line that nobody references; warn at the place that made the line, if it had hooks."""
     had_hooks = any(attachment.has_hooks for attachment in attached)
     _remove_all(attached, passes)
-    passes.leave()
+    passes.end_all()
     if had_hooks:
         warn_at(
             made_at,

@@ -115,11 +115,11 @@ class Registrations(Attachment):
             hook = getattr(tap, spec.method)
             order = tap.rank if spec.order is None else spec.order
             if isinstance(node, Optimizer):
-                self._hold(getattr(node, f"register_{spec.kind}_hook"), hook)
+                self._register_by_torch(getattr(node, f"register_{spec.kind}_hook"), hook)
             elif isinstance(node, ParameterNode):
                 self._place_on_tensor(node, spec.kind, hook, order, prepend=prepend)
             elif spec.kind == "load_state_dict_pre":  # torch passes the module to the hook, too
-                self._hold(node.module.register_load_state_dict_pre_hook, hook)
+                self._register_by_torch(node.module.register_load_state_dict_pre_hook, hook)
             else:
                 # An always-called hook closes what another hook of the tap opened. With prepend,
                 # the opening hook runs first and the closing hook still runs last.
@@ -167,7 +167,7 @@ class Registrations(Attachment):
         self.placed.append((hooks, key, module, marks))
         for flags in marks:
             flags[key] = True
-        later = () if is_first else _later(hooks, order, Order.HOOK, prepend=prepend)
+        later = () if is_first else _hooks_after(hooks, order, Order.HOOK, prepend=prepend)
         hooks[key] = hook
         if later:
             _move_to_end(hooks, later)
@@ -204,8 +204,8 @@ class Registrations(Attachment):
         name = "register_hook" if kind == "grad" else "register_post_accumulate_grad_hook"
         foreign = Order.GRAD_HOOK if kind == "grad" else Order.RECORD
         before = tensor_hook_dict(tensor, kind) or OrderedDict()
-        later = _later(before, order, foreign, prepend=prepend)
-        self._hold(getattr(tensor, name), hook)
+        later = _hooks_after(before, order, foreign, prepend=prepend)
+        self._register_by_torch(getattr(tensor, name), hook)
         hooks = tensor_hook_dict(tensor, kind)
         assert hooks is not None
         _move_to_end(hooks, later)
@@ -231,7 +231,7 @@ class Registrations(Attachment):
                 flags[key] = True
             hooks[key] = hook
 
-    def _hold(self, register: Callable[[Hook], RemovableHandle], hook: Hook) -> None:
+    def _register_by_torch(self, register: Callable[[Hook], RemovableHandle], hook: Hook) -> None:
         """Register a hook with torch's own function; an interrupt leaves no hook registered."""
         handle = None
         try:
@@ -278,7 +278,9 @@ class Registrations(Attachment):
             choose_active_tap(module, mode)
         self._watched = {key: item for key, item in self._watched.items() if item[1] < keep}
 
-    def of(self, taps: Iterable[Tap], start: int = 0, hook: str | None = None) -> list[Entry]:
+    def entries_of(
+        self, taps: Iterable[Tap], start: int = 0, hook: str | None = None
+    ) -> list[Entry]:
         """Find the entries of taps, from the entry `start` on; with `hook`, only of that method."""
         owners = set(map(id, taps))
         entries = []
@@ -292,16 +294,16 @@ class Registrations(Attachment):
                 entries.append(entry)
         return entries
 
-    def remove_these(self, entries: Iterable[Entry]) -> None:
+    def remove_entries(self, entries: Iterable[Entry]) -> None:
         """Remove some of the hooks, also if interrupted meanwhile. Idempotent.
 
         While torch iterates over a live hook dictionary, the dictionary's hooks stay until the line
         ends. The taps of these hooks must be retired.
         """
         with _lock:
-            retry_interrupted(partial(self._remove_these, entries))
+            retry_interrupted(partial(self._remove_entries, entries))
 
-    def _remove_these(self, entries: Iterable[Entry]) -> None:
+    def _remove_entries(self, entries: Iterable[Entry]) -> None:
         ids = set(map(id, entries))
         for index, entry in enumerate(self.placed):
             # Entries that the line's end has removed are no longer in this list.
@@ -347,7 +349,7 @@ def _is_walked_over(hooks: HookDict) -> bool:
     return any(owner is tap for owner in owners for tap in list(walked_over))
 
 
-def _later(hooks: HookDict, rank: Order, foreign: Order, *, prepend: bool) -> list[Any]:
+def _hooks_after(hooks: HookDict, rank: Order, foreign: Order, *, prepend: bool) -> list[Any]:
     """Return the keys of the hooks that are called after a new hook of this rank."""
     return [
         key

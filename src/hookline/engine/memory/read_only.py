@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.memory.unversioned import is_freed
-from hookline.engine.passes.modes import innermost
+from hookline.engine.passes.modes import unwrap_all_transforms
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.hidden_tensors import every_tensor
 from hookline.engine.pytree.identity_map import IdentityMap
@@ -92,7 +92,9 @@ def call_to_measure(
     """
     if is_dynamo_compiling():
         return _call_in_graph(function, value, refusal)
-    tensors = [innermost(part) for part in every_tensor(value) if not part.is_inference()]
+    tensors = [
+        unwrap_all_transforms(part) for part in every_tensor(value) if not part.is_inference()
+    ]
     versions = [tensor._version for tensor in tensors]
     result = function(_without_inference_tensors(value))
     if versions != [tensor._version for tensor in tensors]:
@@ -128,7 +130,7 @@ def _without_inference_tensors(value: Any) -> Any:
     for _, tensor in tree.tensors(value):
         if tensor.is_inference():
             copies[tensor] = _copy(tensor)
-    return tree.replace_tensors(value, copies, fixed_only=False) if copies else value
+    return tree.replace_tensors(value, copies, tuples_only=False) if copies else value
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -144,7 +146,7 @@ class _Before:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._inner = innermost(tensor)
+        self._inner = unwrap_all_transforms(tensor)
         self._version = None if tensor.is_inference() else self._inner._version
         self._node = tensor.grad_fn
         self._copy: Tensor | None = None

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.engine.passes.modes import has_numbers, innermost
-from hookline.engine.torch_private.distributed import is_dtensor, is_shared_job
+from hookline.engine.passes.modes import has_numbers, unwrap_all_transforms
+from hookline.engine.torch_private.distributed import is_distributed_job, is_dtensor
 from hookline.engine.torch_private.graph.compiler_state import may_use_cudagraph_memory
 from hookline.engine.torch_private.modules import own_parameters, tensor_tables
 from hookline.util.weak_map import WeakIdentityMap
@@ -69,7 +69,7 @@ class Unversioned:
 
     def begin_pass(self, current: Any) -> bool:
         """Note in a pass that all memory is unversioned, and tell whether it is."""
-        if not may_use_cudagraph_memory() and not is_shared_job(self._model()):
+        if not may_use_cudagraph_memory() and not is_distributed_job(self._model()):
             return False
         current.unversioned = _EVERYTHING
         return True
@@ -78,13 +78,13 @@ class Unversioned:
         """Tell whether the memory of a tensor of this pass may change without its version."""
         unversioned = current.unversioned
         if unversioned is None:
-            unversioned = self.look(current)
+            unversioned = self.lines_in(current)
         # FSDP gathers parameters in its own memory, and another model's parameter is trained, too.
         if type(tensor) is not Tensor and (isinstance(tensor, nn.Parameter) or is_dtensor(tensor)):
             return True
         return _is_within(tensor, unversioned)
 
-    def look(self, current: Any) -> Container[int]:
+    def lines_in(self, current: Any) -> Container[int]:
         """Look up the unversioned memory of this pass, as cache lines: `address >> LINE`.
 
         Once a pass, only a sample of the parameters is checked for having moved. A check of all
@@ -97,7 +97,7 @@ class Unversioned:
         model = self._model()
         memory = _Memory() if model is None else _memories.get_or_add(model, _Memory)
         if memory.n_modules != self._n_modules or memory.has_moved():
-            memory.look(model, self._n_modules)
+            memory.read_lines(model, self._n_modules)
         current.unversioned = memory.lines
         return memory.lines
 
@@ -112,7 +112,7 @@ class Unversioned:
         """
         if self._seen[0] != n_passes:
             now = _Memory()
-            now.look(self._model(), self._n_modules)
+            now.read_lines(self._model(), self._n_modules)
             self._seen = n_passes, now.lines
         memory = self._seen[1]
         return any(map(_is_within, tensors, repeat(memory)))
@@ -127,23 +127,23 @@ def _is_within(tensor: Tensor, tracked: Container[int]) -> bool:
             return tensor.untyped_storage().data_ptr() >> LINE in tracked
         except RuntimeError:  # a sparse tensor, or a tensor of a transform
             pass
-    return any(address in tracked for address in addresses(tensor))
+    return any(address in tracked for address in cache_lines(tensor))
 
 
-def addresses(tensor: Tensor) -> Iterator[int]:
+def cache_lines(tensor: Tensor) -> Iterator[int]:
     """Yield the cache line where a tensor begins; for a wrapper, those of all tensors inside."""
     if is_lazy(tensor):
         return  # a lazy parameter has no memory before its module's first run
-    tensor = innermost(tensor)
+    tensor = unwrap_all_transforms(tensor)
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass, as of torchao; a DTensor
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
             if isinstance(part, Tensor):  # a DTensor also lists its mesh
-                yield from addresses(part)
+                yield from cache_lines(part)
     elif tensor.layout is torch.sparse_coo:
-        yield from addresses(tensor._values())
+        yield from cache_lines(tensor._values())
     elif tensor.layout in _COMPRESSED:
-        yield from addresses(tensor.values())
+        yield from cache_lines(tensor.values())
     elif has_numbers(tensor):
         try:
             start = tensor.untyped_storage().data_ptr() >> LINE
@@ -156,7 +156,7 @@ def addresses(tensor: Tensor) -> Iterator[int]:
 def is_freed(tensor: Tensor) -> bool:
     """Tell whether a tensor's storage was freed, as FSDP does; a read would crash the process.
 
-    For a tensor that a transform has wrapped, pass `innermost(tensor)`.
+    For a tensor that a transform has wrapped, pass `unwrap_all_transforms(tensor)`.
     """
     if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
         return False
@@ -182,7 +182,7 @@ class _Memory:
     # A sample of the parameters: the module, the parameter's name, and its address.
     _witnesses: Sequence[tuple[weakref.ref[nn.Module], str, int]] = ()
 
-    def look(self, root: nn.Module | None, n_modules: int) -> None:
+    def read_lines(self, root: nn.Module | None, n_modules: int) -> None:
         """Look up the memory of a model, which is not held, with this number of modules."""
         tables = [] if root is None else tensor_tables(root)
         lines: set[int] = set()
@@ -221,7 +221,7 @@ def _lines_of(table: Mapping[str, Tensor | None]) -> list[int]:
             return [tensor.untyped_storage().data_ptr() >> LINE for tensor in tensors]
     except RuntimeError:  # a sparse tensor, or a tensor of a transform
         pass
-    return [line for tensor in tensors for line in addresses(tensor)]
+    return [line for tensor in tensors for line in cache_lines(tensor)]
 
 
 def _place_of(parameter: Tensor | None) -> int:
@@ -231,7 +231,7 @@ def _place_of(parameter: Tensor | None) -> int:
             return parameter.data_ptr()  # type: ignore[union-attr]
         except RuntimeError:  # a sparse tensor, or a tensor of a transform
             pass
-    return 0 if parameter is None else next(addresses(parameter), 0)
+    return 0 if parameter is None else next(cache_lines(parameter), 0)
 
 
 # Kept for each recorded model: a loop that attaches in each step looks up the same memory.

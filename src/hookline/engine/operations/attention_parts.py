@@ -505,7 +505,7 @@ class MultiheadCall:
     def __init__(self, mode: Any, inner: Operation | None) -> None:
         self.mode = mode
         self.function: Function | Operation = (
-            _see_through if inner is None else inner.calling(_see_through)
+            _see_through if inner is None else inner.with_function(_see_through)
         )
 
     def call(self, args: Any, kwargs: Any) -> Any:

@@ -91,14 +91,14 @@ class OperationMode(OwnMode):
             operation = self._by_name[name] = Operation(name)
         return operation
 
-    def hooked(self) -> list[Operation]:
+    def hooked_operations(self) -> list[Operation]:
         """Return the operations that have hooks at present."""
         operations = list(self._by_name.values())
         return [operation for operation in operations if operation.is_hooked]
 
     def update(self) -> None:
         """Look for the functions whose operations have hooks at present, and for no others."""
-        hooked = {operation.name: operation for operation in self.hooked()}
+        hooked = {operation.name: operation for operation in self.hooked_operations()}
         operations = {
             function: self._copy(operation, function)
             for name, operation in hooked.items()
@@ -106,7 +106,7 @@ class OperationMode(OwnMode):
         }
         # Also where the last hook has left: an operation must not hold on to its owner.
         for operation in (*self._by_name.values(), *self._copies.values()):
-            operation.look()
+            operation.update_hooks()
         parts = {name: hooked[name] for name in PARTS if name in hooked}
         self.attention.update(parts)
         calls: dict[Function, Call] = {**operations}
@@ -121,7 +121,7 @@ class OperationMode(OwnMode):
         # Always the same copy, on which compiled code is guarded.
         copy = self._copies.get(function)
         if copy is None:
-            copy = self._copies[function] = operation.calling(function)
+            copy = self._copies[function] = operation.with_function(function)
         return copy
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +183,7 @@ def mode_of(module: nn.Module) -> OperationMode:
 def operations_on(module: nn.Module) -> list[Operation]:
     """Return the operations of a module that have hooks."""
     mode = _modes.get(module)
-    return [] if mode is None else mode.hooked()
+    return [] if mode is None else mode.hooked_operations()
 
 
 def drop_leftover_modes(frame: FrameType | None) -> None:

@@ -46,7 +46,7 @@ class Operation(nn.Module):
         """Return the value: the forward of an operation whose value is computed elsewhere."""
         return value
 
-    def calling(self, function: Function) -> Operation:
+    def with_function(self, function: Function) -> Operation:
         """Return a copy whose forward is this function. The copy shares the hooks."""
         copy = nn.Module.__new__(Operation)
         copy.__dict__.update(self.__dict__)
@@ -56,7 +56,7 @@ class Operation(nn.Module):
         copy.place_of_inplace = names.index("inplace") if "inplace" in names else None
         return copy
 
-    def look(self) -> None:
+    def update_hooks(self) -> None:
         """Look at the hooks, which have changed."""
         owners = [
             getattr(hook, "__self__", None)
@@ -75,7 +75,7 @@ class Operation(nn.Module):
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the function, and write a changed result to where the function writes."""
-        target = self.target(args, kwargs) if self.may_change else None
+        target = self.written_tensor(args, kwargs) if self.may_change else None
         if not isinstance(target, Tensor):
             return self(*args, **kwargs)
         if args and args[0] is target:
@@ -85,7 +85,7 @@ class Operation(nn.Module):
             new = self(*args, **kwargs)
         return target.copy_(new)
 
-    def target(self, args: Any, kwargs: Any) -> Any:
+    def written_tensor(self, args: Any, kwargs: Any) -> Any:
         """Return the tensor that a call writes to; None for most calls.
 
         A statement such as `x.relu_()` uses this tensor afterwards, and not the call's result.

@@ -33,7 +33,7 @@ class Repetition:
         self.current: Pass = Pass(number)
         self.current.recomputation = self
 
-    def root_begins(self) -> Pass:
+    def pass_of_root(self) -> Pass:
         """Return the pass of the repeated run of the root."""
         return self.current
 

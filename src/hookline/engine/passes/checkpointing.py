@@ -172,7 +172,7 @@ class Recomputation(_Changes):
         """Return the tensors of a call that got their hooks in the first run; None without any."""
         return self.region.early.get((tap, call))
 
-    def root_begins(self) -> Pass:
+    def pass_of_root(self) -> Pass:
         """Return the pass that this run of the root had in the first run."""
         recomputation = self
         if self.rest and not self.roots and not self.is_awaited:
@@ -194,7 +194,7 @@ class Recomputation(_Changes):
         Raises:
             AttachError: a hook returned other values than in the first run.
         """
-        self.current.close()
+        self.current.run_at_end()
         self.current.recomputation = None  # break the reference cycle
         self.rest.clear()
         # Where the two runs took different paths, torch stopped one early or raises an error
@@ -361,10 +361,10 @@ def _refuse_lost_changes(regions: list[CheckpointedRegion]) -> None:
             )
 
 
-def same_draws(generator: torch.Generator) -> torch.Generator:
+def repeatable_generator(generator: torch.Generator) -> torch.Generator:
     """Return a generator whose draws a recomputation repeats.
 
-        >>> bool(torch.randn(2, generator=same_draws(torch.Generator())).isfinite().all())
+        >>> bool(torch.randn(2, generator=repeatable_generator(torch.Generator())).isfinite().all())
         True
 
     Args:
@@ -426,4 +426,4 @@ forget_checkpoints: Callable[[Passes], None] = _WATCH.release
 def end_thread_passes() -> None:
     """End this thread's passes of all lines after a deliberate early exit."""
     for passes in _WATCH.lines:
-        passes.stop()
+        passes.end_early()

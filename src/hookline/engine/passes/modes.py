@@ -123,7 +123,9 @@ def map_batch(function: Callable[[Tensor], Tensor | None], example: Tensor) -> T
     return rewrap_legacy_vmap(new, levels)
 
 
-def plain(tensor: Tensor, *, keeps_graph: bool = False, also_running: bool = False) -> Tensor:
+def unwrap_ended_transforms(
+    tensor: Tensor, *, keeps_graph: bool = False, also_running: bool = False
+) -> Tensor:
     """Return a tensor without the wrappers of transforms that have ended.
 
     Under vmap a module sees one example. Its value then comes back with the batch dimension in
@@ -144,7 +146,7 @@ def plain(tensor: Tensor, *, keeps_graph: bool = False, also_running: bool = Fal
     return tensor if keeps_graph else tensor.detach()
 
 
-def innermost(tensor: Tensor) -> Tensor:
+def unwrap_all_transforms(tensor: Tensor) -> Tensor:
     """Return the tensor that holds the numbers; under vmap, only its version counts the writes."""
     while is_wrapped(tensor):
         tensor, _ = unwrap_transform(tensor)

@@ -88,7 +88,7 @@ class Pass:
         self.settings: Any = None
         self.unversioned: Any = None
 
-    def close(self) -> None:
+    def run_at_end(self) -> None:
         """Call the functions that wait for the end of the pass, or of a call outside the root."""
         while self.at_end:
             try:
@@ -197,7 +197,7 @@ class Passes:
     _latest: Pass | None = None
     lock: threading.RLock = field(default_factory=fork_safe_lock)
 
-    def belong_here(self) -> None:
+    def bind_to_context(self) -> None:
         """Bind the line to the present context, unless it sees every thread.
 
         Called before the first hook is registered.
@@ -205,7 +205,7 @@ class Passes:
         if not self.every_thread:
             _made_here.set((*lines_here(), self))
 
-    def leave(self) -> None:
+    def end_all(self) -> None:
         """End all passes: from now on no hook of the line sees anything."""
         with self.lock:  # a pass that another thread begins is open by now or never opens
             self.closed = True
@@ -225,7 +225,7 @@ class Passes:
         """Tell whether the line sees this thread and context."""
         return not self.closed and (self.every_thread or self in _made_here.get())
 
-    def is_ours(self) -> bool:
+    def sees_backward(self) -> bool:
         """Tell whether a backward hook belongs to the line.
 
         autograd may call the hook in one of its own threads. Such a thread has no context, so every
@@ -257,7 +257,7 @@ class Passes:
         """
         local = self.in_thread
         if local.outside is not None and local.outside.recomputation is not None:
-            self._begin_again(local.outside.recomputation, frame, root)
+            self._resume_pass(local.outside.recomputation, frame, root)
             return
         current = local.current
         if current is not None:  # an interrupted pass is over, whoever runs the root now
@@ -293,10 +293,10 @@ class Passes:
         else:
             current.roots.begin(frame, root)
 
-    def _begin_again(self, recomputation: Any, frame: FrameType, root: object) -> None:
+    def _resume_pass(self, recomputation: Any, frame: FrameType, root: object) -> None:
         """Go on with the pass that a recomputed run of the root had in the first run."""
         local = self.in_thread
-        again = recomputation.root_begins()
+        again = recomputation.pass_of_root()
         again.roots.begin(frame, root)
         if again is not local.outside:
             for checkpoint in THREAD.checkpoints:  # regions inside the recomputed one
@@ -323,7 +323,7 @@ class Passes:
                 self.compiler.explain(error)
             self._finish(current, failed=has_failed)
 
-    def stop(self) -> None:
+    def end_early(self) -> None:
         """End the pass of this thread after a deliberate early exit; the pass has not failed."""
         current = self.in_thread.current
         if current is not None:
@@ -332,7 +332,7 @@ class Passes:
                 self.in_thread.current = None
                 self._finish(current, failed=False)
 
-    def outside(self) -> Pass | None:
+    def pass_outside_root(self) -> Pass | None:
         """Return the pass for a hook that fires while the root does not run.
 
         Returns:
@@ -360,14 +360,14 @@ class Passes:
                 checkpoint.pass_begins(self, local.outside, by_root=False)
         return local.outside
 
-    def at_parameter(self, backward: int) -> Pass | None:
+    def pass_of_parameter(self, backward: int) -> Pass | None:
         """Return the pass for a parameter's gradient in a run of autograd.
 
         Returns:
             The latest pass. Where the root has not run since the line began, a pass for each run of
             autograd. None if the line does not see this run.
         """
-        if not self.is_ours():
+        if not self.sees_backward():
             return None
         latest = self._latest
         if latest is None or latest.backward not in (None, backward):
@@ -391,7 +391,7 @@ class Passes:
     def _finish(self, current: Pass, *, failed: bool) -> None:
         self._open.pop(id(current), None)
         if current.at_end:
-            current.close()
+            current.run_at_end()
         current.failed = failed
         self.failed += failed
         if failed:

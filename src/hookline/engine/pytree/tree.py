@@ -364,20 +364,20 @@ def _is_plainly_keyed(mapping: Mapping[Any, Any]) -> bool:
     return all(type(key) in PLAIN_ATOMS for key in mapping)
 
 
-def replace_tensors(value: Any, new: IdentityMap[Tensor], *, fixed_only: bool) -> Any:
+def replace_tensors(value: Any, new: IdentityMap[Tensor], *, tuples_only: bool) -> Any:
     """Return the value with these tensors replaced; parts that hold none of them are kept.
 
-    With `fixed_only`, only tuples are searched. Another holder may later write to a list, a dict or
-    an object, so a copy could not take its place.
+    With `tuples_only`, only tuples are searched. Another holder may later write to a list, a dict
+    or an object, so a copy could not take its place.
     """
     if isinstance(value, Tensor):
         tensor = new.get(value)
         return value if tensor is None else tensor
-    is_open = isinstance(value, tuple) or not (fixed_only or isinstance(value, nn.Module))
+    is_open = isinstance(value, tuple) or not (tuples_only or isinstance(value, nn.Module))
     parts = items(value) if is_open and is_container(value) else None
     if parts is None:
         return value
-    changed = [replace_tensors(part, new, fixed_only=fixed_only) for _, part in parts]
+    changed = [replace_tensors(part, new, tuples_only=tuples_only) for _, part in parts]
     if all(old is part for old, (_, part) in zip(changed, parts, strict=True)):
         return value
     return rebuild(value, changed)

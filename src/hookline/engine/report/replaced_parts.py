@@ -47,7 +47,7 @@ class Lapse(NamedTuple):
     moved: str = "the values of {sites} are those of {now}"
 
 
-class Loss(NamedTuple):
+class Replacement(NamedTuple):
     """Describe a site whose module or parameter was replaced.
 
     Attributes:
@@ -86,7 +86,7 @@ class Originals:
     Attributes:
         kinds: the kinds of the taps' nodes.
         lapse: the consequence that a warning names.
-        told: the losses that `look` has warned of, by site.
+        told: the replacements that `warn_of_replaced` has warned of, by site.
     """
 
     _name: str
@@ -96,7 +96,7 @@ class Originals:
     _nodes: dict[int, Node]
     kinds: set[type] = field(default_factory=set)
     lapse: Lapse = field(default_factory=Lapse)
-    told: dict[Site, Loss] = field(default_factory=dict)
+    told: dict[Site, Replacement] = field(default_factory=dict)
     _core: nn.Module | None = field(init=False)
     _further: list[tuple[Site, Node]] = field(default_factory=list)
     # FSDP1 puts other tensors in the parameters' places, and back.
@@ -123,7 +123,7 @@ class Originals:
         self._nodes, self._further = {}, []
         self._linked, self._tensors = [], []
 
-    def look(self) -> None:
+    def warn_of_replaced(self) -> None:
         """Warn of the sites that were replaced since the last look. Called when a pass begins."""
         # Most lines see one pass. For that, comparing all modules takes less time than noting
         # which of them matter.
@@ -133,17 +133,17 @@ class Originals:
         if self._n_linked == len(self._taps) and self._are_in_place():
             return
         with self._lock:
-            losses = self._find()
-            self.told.update((loss.site, loss) for loss in losses)
-        if losses:
-            warn(self._warning(losses))
+            replacements = self._find()
+            self.told.update((replacement.site, replacement) for replacement in replacements)
+        if replacements:
+            warn(self._warning(replacements))
 
-    def losses(self) -> dict[Site, Loss]:
-        """Return all losses: those that were told, and those since."""
+    def replacements(self) -> dict[Site, Replacement]:
+        """Return all replacements: those that were told, and those since."""
         if self._root is None:
             return self.told
         with self._lock:
-            return self.told | {loss.site: loss for loss in self._find()}
+            return self.told | {replacement.site: replacement for replacement in self._find()}
 
     # -- the quick look ----------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Originals:
             if site not in self.told:
                 yield site, node
 
-    def _find(self) -> list[Loss]:
+    def _find(self) -> list[Replacement]:
         """Find the sites that were replaced and not told yet."""
         root, n_taps = self._root, len(self._taps)
         if self._n_linked != n_taps:
@@ -211,18 +211,18 @@ class Originals:
         self._has_parameters = sharding_kind(root) != "FSDP1"
         tree = module_tree(root)
         search = _Search(tree)
-        losses, nodes = [], []
+        replacements, nodes = [], []
         for site, node in self._places():
-            loss = search.loss(site, node) if self._is_always_held(node) else None
-            if loss is None:
+            replacement = search.find(site, node) if self._is_always_held(node) else None
+            if replacement is None:
                 nodes.append(node.now_in(tree) or node)
             else:
-                losses.append(loss)
-        if not losses:
+                replacements.append(replacement)
+        if not replacements:
             # The next look is quick again: it knows the wrappers and the other paths.
             self._core = unwrap(root)
             self._link(nodes)
-        return losses
+        return replacements
 
     def _is_always_held(self, node: Node) -> bool:
         """Tell whether the model holds the object of a node under its path all the time."""
@@ -230,18 +230,18 @@ class Originals:
             return True
         return self._has_parameters and node.parent is not None and not node.is_sharded
 
-    def _warning(self, losses: list[Loss]) -> str:
-        groups: dict[tuple[str, str, bool], list[Loss]] = {}
-        for loss in losses:
-            groups.setdefault((loss.kind, loss.event, loss.now is None), []).append(loss)
+    def _warning(self, replacements: list[Replacement]) -> str:
+        groups: dict[tuple[str, str, bool], list[Replacement]] = {}
+        for new in replacements:
+            groups.setdefault((new.kind, new.event, new.now is None), []).append(new)
         parts = []
         for (kind, event, is_gone), group in list(groups.items())[:3]:
-            places = list(dict.fromkeys(loss.path for loss in group))
+            places = list(dict.fromkeys(new.path for new in group))
             many = len(places) > 1
             text = self.lapse.gone if is_gone else self.lapse.moved
             outcome = text.format(
-                sites=_listed([str(loss.site) for loss in group]),
-                now=_listed([str(loss.now) for loss in group]),
+                sites=_listed([str(new.site) for new in group]),
+                now=_listed([str(new.now) for new in group]),
                 kind=kind + "s" * many,
             )
             subject = f"the {kind}{'s' * many} {_listed(places)} {'were' if many else 'was'}"
@@ -286,20 +286,20 @@ class _Search:
         self._tree = tree
         self._is_functional = in_functional_call()
 
-    def loss(self, site: Site, node: Node) -> Loss | None:
-        """Return the loss of a site; None for a site whose object is at one of its paths."""
+    def find(self, site: Site, node: Node) -> Replacement | None:
+        """Return the replacement of a site; None for a site whose object is at one of its paths."""
         if isinstance(node, ParameterNode):
-            return self._loss_of_parameter(site, node)
+            return self._find_parameter(site, node)
         if self._is_there(node):
             return None
-        return self._loss_above(site, node, node.now_in(self._tree))
+        return self._find_above(site, node, node.now_in(self._tree))
 
     def _is_there(self, node: Node) -> bool:
         now = node.now_in(self._tree)
         return now is not None and not set(now.paths).isdisjoint(node.paths)
 
-    def _loss_above(self, site: Site, node: ModuleNode, now: Node | None) -> Loss:
-        """Return the loss of a site by the outermost module that was replaced on its path."""
+    def _find_above(self, site: Site, node: ModuleNode, now: Node | None) -> Replacement:
+        """Return the replacement of a site: of the outermost replaced module on its path."""
         outermost, above = node, node.parent
         while above is not None:
             if not self._is_there(above):
@@ -308,23 +308,24 @@ class _Search:
         successor, event = self._tree.by_path.get(outermost.path), "removed"
         if successor is not None:
             event = _replaced(outermost.type_name, successor.type_name)
-        return Loss(site, "module", path_text(outermost.path), event, _new_site(site, now))
+        return Replacement(site, "module", path_text(outermost.path), event, _new_site(site, now))
 
-    def _loss_of_parameter(self, site: Site, node: ParameterNode) -> Loss | None:
+    def _find_parameter(self, site: Site, node: ParameterNode) -> Replacement | None:
         if self._is_functional or node.parent is None:
             return None
         now = node.now_in(self._tree)
         if self._is_there(node):
             if value_address(node.tensor) == node.address:
                 return None
-            return Loss(site, "parameter", node.path, "swapped (torch.utils.swap_tensors)", None)
+            event = "swapped (torch.utils.swap_tensors)"
+            return Replacement(site, "parameter", node.path, event, None)
         if not self._is_there(node.parent):
-            return self._loss_above(site, node.parent, now)
+            return self._find_above(site, node.parent, now)
         successor = dict(own_parameters(node.parent.module).items()).get(_name_of(node))
         event = "unregistered"  # a parametrization leaves an attribute of the same name
         if successor is not None:
             event = _replaced(type(node.tensor).__name__, type(successor).__name__)
-        return Loss(site, "parameter", node.path, event, _new_site(site, now))
+        return Replacement(site, "parameter", node.path, event, _new_site(site, now))
 
 
 def _replaced(before: str, now: str) -> str:

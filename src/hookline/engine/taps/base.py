@@ -266,7 +266,7 @@ class Tap(HookOwner):
         if self.passes is _INERT:
             _discard(module, self)
             return None
-        current = self.passes.outside()
+        current = self.passes.pass_outside_root()
         if current is not None and self.passes.compiler is not None:
             self.passes.compiler.refuse_stale(module)
         return current if current is None or current.recomputation is None else self._again(current)

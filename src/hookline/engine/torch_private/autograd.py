@@ -46,7 +46,7 @@ def hook_gradient(
     tensor: Tensor,
     hook: Callable[[Tensor], Any],
     owner: int = 0,
-    number: int | None = None,
+    trace_order: int | None = None,
     *,
     is_last: bool = False,
 ) -> Any:
@@ -56,30 +56,30 @@ def hook_gradient(
     value of each pass. Hooks of one owner are called in the order of registration. Hooks of a later
     owner are called before hooks of an earlier owner. A container often returns its last child's
     output, and the gradient reaches the container first. A hook with `is_last` stays behind the
-    owner's later hooks without `is_last`.
+    owner's later hooks without `is_last`. Hooks with a `trace_order` come first, in this order.
 
     Returns:
         The key with which `unhook_gradient` removes the hook.
     """
     if tensor.grad_fn is None or (type(tensor) is not Tensor and not is_traced_tensor(tensor)):
         return tensor.register_hook(hook).id  # type: ignore[no-untyped-call]
-    key: Any = (owner, next(_keys)) if number is None else (owner, next(_keys), number)
+    key: Any = (owner, next(_keys)) if trace_order is None else (owner, next(_keys), trace_order)
     key = _Last(key) if is_last else key
     hooks: HookDict | None = tensor._backward_hooks  # type: ignore[assignment]
     if hooks is None:
         # An in-place operation starts a new dictionary: torch resets it with the tensor's grad_fn.
         tensor._backward_hooks = hooks = OrderedDict()
         tensor.grad_fn._register_hook_dict(tensor)
-    elif hooks or number is not None:
-        _add_in_order(hooks, key, hook, number)
+    elif hooks or trace_order is not None:
+        _add_in_order(hooks, key, hook, trace_order)
         return key
     hooks[key] = hook
     return key
 
 
-def _add_in_order(hooks: HookDict, key: Any, hook: Callable[..., Any], number: int | None) -> None:
+def _add_in_order(hooks: HookDict, key: Any, hook: Callable[..., Any], order: int | None) -> None:
     """Add a hook behind its owner's earlier hooks, and before the hooks of earlier owners."""
-    if number is not None:
+    if order is not None:
         _insert_numbered(hooks, key, hook)
         return
     # torch uses the plain dictionary's order, so later hooks must be put in again.
@@ -206,18 +206,18 @@ def prehook_node(
     node: Any,
     hook: Callable[[tuple[Tensor | None, ...]], Any],
     owner: int = 0,
-    number: int | None = None,
+    trace_order: int | None = None,
 ) -> None:
     """Register a hook on the gradients that arrive at a node of the graph.
 
     The hook lives as long as the graph. A result other than None replaces the gradients. Owner and
-    number order the hooks as in `hook_gradient`.
+    trace order sort the hooks as in `hook_gradient`.
     """
     handle = node.register_prehook(hook)
     hooks: HookDict | None = handle.hooks_dict_ref()
     if hooks is not None and hooks.pop(handle.id, None) is not None:
-        key: Any = (owner, next(_keys)) if number is None else (owner, next(_keys), number)
-        _add_in_order(hooks, key, hook, number)
+        key: Any = (owner, next(_keys), *(() if trace_order is None else (trace_order,)))
+        _add_in_order(hooks, key, hook, trace_order)
 
 
 def hook_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], None]) -> Any:

@@ -358,7 +358,7 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def is_shared_job(model: nn.Module | None) -> bool:
+def is_distributed_job(model: nn.Module | None) -> bool:
     """Tell whether this process is one of several ranks, or its model's weights are sharded."""
     if not has_process_group():
         return False

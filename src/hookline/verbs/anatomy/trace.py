@@ -396,7 +396,7 @@ def trace_model(model: nn.Module, inputs: Any) -> Trace:
     trace, line = Trace(model), Line(model, name="anatomy")
     line.options.quiet = line.options.lenient = True
     with line:
-        line.tap(line.select(None, ("input", "output")), trace.bind, Order.RECORD)
+        line.attach_taps(line.select(None, ("input", "output")), trace.bind, Order.RECORD)
         with trace:
             call(model, copied(inputs))
     return trace

@@ -126,7 +126,7 @@ class _RawBackwardTap(GradientTap):
         if tensors:
             self.placed += 1
         else:
-            self.count_needless(output)
+            self.count_without_grad(output)
         return tensors
 
     def _order_or_everywhere(self, order: Order) -> Order:
@@ -189,7 +189,7 @@ class BackwardPreTap(_RawBackwardTap):
         if meeting is None:
             return output
         call = self._new_call(module)
-        call.outputs = _torch_outline(output, meeting.index)
+        call.outputs = _torch_outline(output, meeting.alias_index)
 
         def hook(grads: Grads) -> Grads | None:
             old = outlines.fill(call.outputs, dict(enumerate(grads)))
@@ -197,7 +197,7 @@ class BackwardPreTap(_RawBackwardTap):
             return None if new is None else _replace_gradients(call.outputs, new, grads)
 
         self.placed += 1
-        meeting.subscribe(self._order_or_everywhere(Order.GRAD_HOOK), hook)
+        meeting.add_hook(self._order_or_everywhere(Order.GRAD_HOOK), hook)
         return output
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -208,7 +208,7 @@ class BackwardPreTap(_RawBackwardTap):
         with outside_checkpoint(current.region):
             value = alias_leaves(output)
         if not torch.is_grad_enabled():
-            self._comes_later(current)
+            self._comes_in_recomputation(current)
             return None
         tensors = self._tensors_to_hook(value)
         if len(tensors) != 1:
@@ -250,7 +250,7 @@ class BackwardTap(_RawBackwardTap):
         call = self._new_call(module, id(call_frame(frame)))
         current.opened.setdefault(self, []).append(call)
         if not torch.is_grad_enabled():
-            self._comes_later(current)
+            self._comes_in_recomputation(current)
             return None
         with outside_checkpoint(current.region):
             key = id(frame), id(module)
@@ -259,7 +259,7 @@ class BackwardTap(_RawBackwardTap):
         call.has_inputs = entered is not None
         if entered is not None and entered.view is not None:
             self.note_view(current, entered.view)
-        number = (lambda tensor: None) if entered is None else entered.index
+        number = (lambda tensor: None) if entered is None else entered.alias_index
         call.inputs = tuple(outlines.outline(value, number) for value in (*args, *kwargs.values()))
         if entered is None:
             return None
@@ -271,7 +271,7 @@ class BackwardTap(_RawBackwardTap):
             return None if new is None else _replace_gradients(call.inputs, new, grads)
 
         # It gets what flowed through the module, before an edit (GRAD_EDIT) of the input.
-        entered.subscribe(self._order_or_everywhere(Order.HOOK), hook)
+        entered.add_hook(self._order_or_everywhere(Order.HOOK), hook)
         return args, kwargs
 
     def join_outputs(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
@@ -286,13 +286,13 @@ class BackwardTap(_RawBackwardTap):
                 output, meeting = alias_multiple(key, self._path, output)
         if meeting is None:
             return output
-        call.outputs = _torch_outline(output, meeting.index)
+        call.outputs = _torch_outline(output, meeting.alias_index)
 
         def hook(grads: Grads) -> None:
             call.grad_output[backward_number()] = dict(enumerate(grads))
             self._call_hook_with(call, {})
 
-        meeting.subscribe(Order.GRAD_READ, hook)
+        meeting.add_hook(Order.GRAD_READ, hook)
         return output
 
     def hook_outputs(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
@@ -313,11 +313,11 @@ class BackwardTap(_RawBackwardTap):
         meeting = output_gradients(key)
         for slot, tensor in enumerate(tensors):
             hook = GradHook(self._on_grad, call, slot)
-            index = None if meeting is None else meeting.index(tensor)
+            index = None if meeting is None else meeting.alias_index(tensor)
             if meeting is None or index is None:
                 self._hook_tensor(current, tensor, hook, module, reads=True)
             else:
-                meeting.subscribe(Order.GRAD_READ, hook, index)
+                meeting.add_hook(Order.GRAD_READ, hook, index)
         return None if value is output else value
 
     def _on_grad(self, call: _Call, slot: int, grad: Tensor) -> None:
@@ -348,10 +348,10 @@ class BackwardTap(_RawBackwardTap):
         while (call := opened.pop()).frame != key:
             pass
         if call.flow is not None:
-            call.flow.close(output)
+            call.flow.end_call(output)
             call.flow = None  # the hooks of the flow hold the call
         if not opened and not current.roots:
-            current.close()
+            current.run_at_end()
 
     def _current_call(self) -> _Call | None:
         current = self.in_thread.running

@@ -319,10 +319,10 @@ class EverywhereHooks(Line):
         self, kind: str, matches: Matcher, tap: Any, *, prepend: bool = False
     ) -> HookHandle:
         """Call a tap wherever a module or optimizer in this context matches."""
-        with self.hooking(tap.site.port) as handle, self._catch.undo_on_error():
+        with self.new_handle(tap.site.port) as handle, self._catch.undo_on_error():
             self._catch.add(kind, matches, tap, prepend=prepend)
             DISPATCHER.register_for(self._catch)
-            self.keep(tap)
+            self.add_tap(tap)
             return handle
 
     def _hook_places(
@@ -330,7 +330,7 @@ class EverywhereHooks(Line):
         prepend: bool = False,
     ) -> HookHandle:  # fmt: skip
         """Place a tap at each of these sites."""
-        with self.hooking(kind) as handle:
+        with self.new_handle(kind) as handle:
             self.place([(make(site), node) for site, node in places], prepend=prepend)
             return handle
 

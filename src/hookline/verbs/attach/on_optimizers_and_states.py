@@ -251,7 +251,7 @@ class EventHooks(ModuleHooks):
                 f"\nWrite line.{kind}(optimizer, fn); with hl.EVERYWHERE, None is every optimizer."
             )
         self._check_holds_parameters(optimizer)
-        with self.hooking(kind) as handle:
+        with self.new_handle(kind) as handle:
             try:
                 self.place([(tap, optimizer)])
             except AttributeError as error:  # torch's own names, which Optimizer.__init__ sets

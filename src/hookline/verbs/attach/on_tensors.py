@@ -163,7 +163,7 @@ class _HookCallback(GradientCallback):
         self._function = function
         self._where = where
 
-    def arrived(
+    def on_gradient(
         self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor
     ) -> Tensor | None:
         new = call_refusing_writes(self._function, grad, self._where)

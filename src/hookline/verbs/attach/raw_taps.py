@@ -50,7 +50,7 @@ class EventTap(Tap):
             if isinstance(values[0], nn.Module):
                 discard_hooks_of(values[0], self, is_inert)
             return None
-        if not self.passes.is_ours():
+        if not self.passes.sees_backward():
             self.is_elsewhere = self.is_elsewhere or not self.passes.closed
             return None
         self.fired += 1

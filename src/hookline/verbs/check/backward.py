@@ -90,15 +90,15 @@ class BackwardChecks:
         self._weights = [(node.path, node.tensor) for node in line.module_tree.tensors]
         self._at_start = _GradientSnapshot(self._weights)
         selection = Selection(line.module_tree, gradients)
-        line.tap(selection, lambda site: _RootGradient(self), Order.RECORD)
-        steps = OptimizerSteps(lambda _: self._passes.is_ours(), self.check_at_step, _do_nothing)
+        line.attach_taps(selection, lambda site: _RootGradient(self), Order.RECORD)
+        steps = OptimizerSteps(lambda _: self._passes.sees_backward(), self.check_at_step, _do_nothing)
         registrations.register_everywhere("step_pre", steps.before)
         registrations.register_everywhere("backward", self.backward_begins)
 
     def backward_begins(self, roots: Sequence[Any], grads: Sequence[Any]) -> Callable[[], None]:
         """Look at the loss before a backward frees its graph: a hook on each run of autograd."""
         numbers = self._forward.node_numbers
-        if not numbers or not self._passes.is_ours():
+        if not numbers or not self._passes.sees_backward():
             return _do_nothing
         try:
             loss = LossGraph(roots, numbers)
@@ -448,6 +448,6 @@ class _RootGradient(GradientCallback):
     def __init__(self, checks: BackwardChecks) -> None:
         self._checks = checks
 
-    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
+    def on_gradient(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Keep the gradient, and judge the backward at its end."""
         self._checks.gradient_arrives(current, slot, grad)

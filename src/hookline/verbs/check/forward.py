@@ -94,7 +94,7 @@ class ForwardChecks:
             callback = self._make_callback(site, is_single=site.path in single)
             return callback if site.path else _keeping_output(callback)
 
-        line.tap(Selection(line.module_tree, places), bind, Order.RECORD)
+        line.attach_taps(Selection(line.module_tree, places), bind, Order.RECORD)
         self._passes.sink, self._passes.at_root = self, self._root_begins
 
     @property

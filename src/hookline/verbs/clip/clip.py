@@ -108,7 +108,7 @@ class ClipLine(FinalizingLine[RawLine]):
             elif weights:
                 self._clip_parameters(Selection(self._line.module_tree, weights))
             if between:
-                self._line.tap(
+                self._line.attach_taps(
                     Selection(self._line.module_tree, between),
                     lambda site: _ClipGradient(site, self._new_tally(site), self._limit),
                     Order.EDIT,
@@ -191,13 +191,15 @@ class _ClipGradient(GradientCallback):
             )
         pending.gathered["groups", slot] = list(groups.values())
 
-    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Tensor:
+    def on_gradient(
+        self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor
+    ) -> Tensor:
         """Clip the gradient of one tensor."""
         if grad.is_nested and grad.layout is torch.strided:
             return grad  # torch allows no changed gradient of a nested tensor: the tap refuses it
         if grad.is_sparse:
             sums = grad.coalesce()
-            new = self.arrived(current, pending, slot, sums.values())
+            new = self.on_gradient(current, pending, slot, sums.values())
             return torch.sparse_coo_tensor(
                 sums.indices(), new, sums.size(), is_coalesced=True, check_invariants=False
             )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.results import Heading, Printout, Result
-from hookline.engine import Report, has_numbers, header_facts, innermost
+from hookline.engine import Report, has_numbers, header_facts, unwrap_all_transforms
 from hookline.util.fork_safe_lock import fork_safe_lock
 
 # Held while counts change: gradients may come from several threads.
@@ -125,7 +125,7 @@ class Tally:
 
     def add(self, size: Tensor, bound: float) -> None:
         """Count a gradient, given its norm or its largest element."""
-        sizes = innermost(size.detach())  # under vmap, one size for each example
+        sizes = unwrap_all_transforms(size.detach())  # under vmap, one size for each example
         with _lock:
             self._add_sizes(sizes, bound)
 

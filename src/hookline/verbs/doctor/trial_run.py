@@ -97,7 +97,7 @@ class _NoOpCallback(GradientCallback):
 
     warns = False
 
-    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
+    def on_gradient(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Do nothing."""
 
 
@@ -173,9 +173,9 @@ def _run(
     forward_selection = Selection(line.module_tree, _forward_places(places))
     try:
         with restore_after_run(model), line:
-            line.tap(selection, _bind_no_op, Order.RECORD)
+            line.attach_taps(selection, _bind_no_op, Order.RECORD)
             if len(forward_selection):
-                line.tap(forward_selection, lambda site: _noting_callback(site, run), Order.RECORD)
+                line.attach_taps(forward_selection, lambda site: _noting_callback(site, run), Order.RECORD)
             _run_forward_backward(model, inputs, line, run)
             run.overwritten = {key for key, value in run.values.items() if value.is_overwritten}
             _count_fired(line, run)

@@ -136,7 +136,7 @@ def edit(
     detectors: list[_NoOpDetector] = []
     with line.all_or_nothing():
         for selection, edit in selected:
-            line.tap(selection, _binder(edit, places, detectors), Order.EDIT)
+            line.attach_taps(selection, _binder(edit, places, detectors), Order.EDIT)
     if line.root is not None and any(detector.places is not None for detector in detectors):
         places.set_root(line.root)
         line.passes.at_root = places.begin_pass
@@ -329,7 +329,7 @@ class EditGradient(GradientCallback):
         self._change = change
         self._detector = detector
 
-    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
+    def on_gradient(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
         """Change the gradient of one tensor."""
         new = self._detector.edit_gradient(self._change, current, pending.call, grad)
         difference = None if new is None else describe.difference(grad, new)

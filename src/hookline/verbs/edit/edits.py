@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine import same_draws
+from hookline.engine import repeatable_generator
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError
 from hookline.util.fork_safe_lock import fork_safe_lock
@@ -156,7 +156,10 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
             generator = generators[tensor.device] = torch.Generator(tensor.device)
             generator.seed() if seed is None else generator.manual_seed(seed)
         return torch.randn(
-            tensor.shape, generator=same_draws(generator), dtype=tensor.dtype, device=tensor.device
+            tensor.shape,
+            generator=repeatable_generator(generator),
+            dtype=tensor.dtype,
+            device=tensor.device,
         )
 
     def change(tensor: Tensor) -> Tensor:

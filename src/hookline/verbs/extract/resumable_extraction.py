@@ -334,8 +334,8 @@ class Extraction:
             pulse.beat()
             try:
                 shard = read_shard(self._place, name, verify=True)
-                is_ours = (shard.number, shard.job) == (number_of(name), digest)
-                if not is_ours or not self._has_own_batches(shard):
+                sees_backward = (shard.number, shard.job) == (number_of(name), digest)
+                if not sees_backward or not self._has_own_batches(shard):
                     raise DamagedError("it must hold the batches of its number, of this job")
             except FileNotFoundError:
                 return  # it went away meanwhile, and is made again

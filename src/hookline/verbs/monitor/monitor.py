@@ -283,7 +283,7 @@ def _attach(
     steps = TrainingSteps(root, parameters, scaling, every, reporting.add, line.passes.lock)
     line.passes.sink, line.passes.at_root = steps, steps.note_root_pass
     values = ValueSites(slots, line.passes, scaling)
-    line.tap(sites.modules, values.bind, Order.RECORD)
+    line.attach_taps(sites.modules, values.bind, Order.RECORD)
     line.originals.add(sites.parameters)
     name = type(root).__name__
     for kind, hook in (("step_pre", steps.before_step), ("step_post", steps.after_step)):

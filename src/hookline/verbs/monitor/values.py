@@ -142,7 +142,7 @@ class _GradientMeasure(GradientCallback):
         self.slots = slots
         self._scaling = scaling
 
-    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
+    def on_gradient(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Measure the gradient of one tensor."""
         if self.slots.is_on:
             leaf = () if pending.form is None else _leaf_of(pending.form, slot) or ()
@@ -179,12 +179,12 @@ class _MeasuringGradOutputTap(GradOutputTap):
                 slots.note_run()
             if not slots.is_on:
                 return None
-        return self.look(module, output, id(sys._getframe(1)))
+        return self.hook_output(module, output, id(sys._getframe(1)))
 
-    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
+    def receive_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
         """Measure a gradient that has left a compiled graph, which may have another order."""
         with self.on.slots.mark_from_graph():
-            super().arrived_from_graph(number, call, slot, grad)
+            super().receive_from_graph(number, call, slot, grad)
 
 
 @final
@@ -206,7 +206,7 @@ class _MeasuringGradInputTap(GradInputTap):
                 return None
         return super().fire(module, args, kwargs)
 
-    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
+    def receive_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
         """Measure a gradient that has left a compiled graph, which may have another order."""
         with self.on.slots.mark_from_graph():
-            super().arrived_from_graph(number, call, slot, grad)
+            super().receive_from_graph(number, call, slot, grad)

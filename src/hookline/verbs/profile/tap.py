@@ -15,12 +15,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from hookline.engine import (
-    Borders,
     HookSpec,
     OptimizerSteps,
     Order,
     Pass,
     Passes,
+    RunSubscription,
     Site,
     Tap,
     backward_number,
@@ -212,20 +212,22 @@ class CompiledRegions:
         self._ledger = ledger
         self._passes = passes
         self._paths = paths
-        self._borders = Borders(self) if module_if_imported("torch._dynamo") is not None else None
+        self._subscription = (
+            RunSubscription(self) if module_if_imported("torch._dynamo") is not None else None
+        )
 
     def open(self, compiled: list[nn.Module]) -> None:
         """Begin to watch the modules that hold their compiled call, and all others."""
-        if self._borders is not None:
-            self._borders.open()
+        if self._subscription is not None:
+            self._subscription.open()
             for module in compiled:
-                self._borders.watch(module)
+                self._subscription.watch(module)
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
         self._paths = {}
-        if self._borders is not None:
-            self._borders.remove()
+        if self._subscription is not None:
+            self._subscription.remove()
 
     def covers(self, module: nn.Module) -> bool:
         """Tell whether a compiled module is one of the model's."""
@@ -234,7 +236,7 @@ class CompiledRegions:
     def enter(self, module: nn.Module, frame: FrameType) -> None:
         """Begin the call."""
         current = self._passes.in_thread.running
-        if current is None and (current := self._passes.outside()) is None:
+        if current is None and (current := self._passes.pass_outside_root()) is None:
             return
         local = frame.f_locals
         args, kwargs = local.get("args", ()), local.get("kwargs", {})

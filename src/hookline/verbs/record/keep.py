@@ -21,10 +21,10 @@ from hookline.engine import (
     clone_locally,
     every_tensor,
     graph_snapshot,
-    innermost,
     local_shards,
     snapshot,
     tensor_holder,
+    unwrap_all_transforms,
 )
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, SiteError, StructureError, check_option_names
@@ -249,7 +249,7 @@ def _refuse_structure(keep: Callable[[Any], Any], value: Any, site: Site, error:
 
 
 def _is_view_of_larger(tensor: Tensor) -> bool:
-    memory_holder = innermost(tensor)
+    memory_holder = unwrap_all_transforms(tensor)
     return (
         memory_holder.layout is torch.strided
         and memory_holder.untyped_storage().nbytes() > memory_holder.nbytes

@@ -28,7 +28,7 @@ from hookline.engine import (
     is_wrapped,
     local_part,
     outer_backward,
-    plain,
+    unwrap_ended_transforms,
     unwrap_legacy_vmap,
 )
 from hookline.engine.pytree import outlines, tree
@@ -58,13 +58,15 @@ class KeepGradient(GradientCallback):
         # Held weakly: a hook that holds its own tensor is never freed.
         self._parameter = None if parameter is None else weakref.ref(parameter)
 
-    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
+    def on_gradient(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Keep the gradient of one tensor."""
         value, was = self._kept(current, grad)
         if is_wrapped(grad) and not current.is_transformed:
             # Only the backward is batched. The whole batch must not be taken for a value of a later
             # transform.
-            unwrap = partial(plain, keeps_graph=self.keeps_graph, also_running=True)
+            unwrap = partial(
+                unwrap_ended_transforms, keeps_graph=self.keeps_graph, also_running=True
+            )
             value = tree.map_tensors(unwrap, value)
             was = stamp(value)
         run = outer_backward()
@@ -80,7 +82,7 @@ class KeepGradient(GradientCallback):
             current.note((self._number, gathered, None, pending.call, run))
         gathered.parts[slot] = value, was
 
-    def missing(self, current: Pass, pending: PendingGradient) -> None:
+    def on_no_gradient(self, current: Pass, pending: PendingGradient) -> None:
         """Keep None in the value's structure, because no gradient will arrive."""
         current.note((self._number, outlines.fill(pending.form, {}), None, pending.call))
 
@@ -117,16 +119,18 @@ class PlainGradTap(GradOutputTap):
             return super().fire(module, args, output)
         current = self.in_thread.current
         node = output.grad_fn if type(output) is Tensor else None
-        # The node of a Python function may stand for compiled code with several outputs. `look`
-        # handles these.
+        # The node of a Python function may stand for compiled code with several outputs.
+        # `hook_output` handles these.
         is_plain = node is not None and not issubclass(type(node), PYTHON_NODE)
         if current is None or not is_plain or current.region is not None:
-            return self.look(module, output, id(sys._getframe(1)))
+            return self.hook_output(module, output, id(sys._getframe(1)))
         calls = current.calls
         call = calls.get(self, 0)
         calls[self] = call + 1
         self.placed += 1
-        view = hook_value(output, GradHook(self.keep, current, call), self.lose, id(module))
+        view = hook_value(
+            output, GradHook(self.keep, current, call), self.warn_ambiguous, id(module)
+        )
         if view is not None:
             self.note_view(current, view)
         return None

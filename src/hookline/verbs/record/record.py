@@ -234,7 +234,7 @@ def start_recording(
             f" {str(back)!r}), and call backward() inside the block."
         )
     recorder = _Recorder(line, selection, options, after)
-    line.tap(selection, recorder.bind, Order.RECORD)
+    line.attach_taps(selection, recorder.bind, Order.RECORD)
     return RecordLine(line, recorder.recording)
 
 
@@ -433,7 +433,7 @@ class _PlainTap(OutputTap):
             ):
                 unversioned_lines = current.unversioned
                 if unversioned_lines is None:
-                    unversioned_lines = self.unversioned.look(current)
+                    unversioned_lines = self.unversioned.lines_in(current)
                 # storage_offset comes first: data_ptr takes twice as long.
                 if output.storage_offset() or output.data_ptr() >> LINE in unversioned_lines:
                     self.fire_slowly(module, args, output)

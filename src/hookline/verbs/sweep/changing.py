@@ -75,7 +75,9 @@ class Changing:
             return
         line = Line(self.modules, name="sweep")
         line.options.lenient = True
-        line.tap(line.select(new), lambda site: partial(self._changed, str(site)), Order.EDIT)
+        line.attach_taps(
+            line.select(new), lambda site: partial(self._changed, str(site)), Order.EDIT
+        )
         with line:
             self._hooked.update(new)
             try:

@@ -29,12 +29,12 @@ from hookline.engine import (
     SplitCallback,
     check_ports,
     hide_from_dir,
-    innermost,
     is_scripted,
     local_shards,
     outside_checkpoint,
     path_text,
     snapshot,
+    unwrap_all_transforms,
 )
 from hookline.engine.pytree import describe, tree
 from hookline.statistics.mean_and_std import BLOCK_NUMEL, mean_and_std
@@ -109,7 +109,7 @@ class Watch(FinalizingLine[Line]):
 
         line = self._line
         with line.all_or_nothing() as placements:
-            line.tap(Selection(line.module_tree, [*places, *starts]), bind, Order.RECORD)
+            line.attach_taps(Selection(line.module_tree, [*places, *starts]), bind, Order.RECORD)
             for node in {id(node): node for _, node in starts}.values():
                 if not is_scripted(node.module):
                     clock = ClockTap(line.passes, printer.running, STOPWATCH)
@@ -185,7 +185,7 @@ class _GradientPrinter(GradientCallback):
         self._width = width
         self.optional = optional
 
-    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
+    def on_gradient(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Print the gradient of one tensor."""
         site, name = self._site, f"< {path_text(self._site.path)}"
         head = f"{name:{self._width}}  {site.module_type:18}"
@@ -285,11 +285,11 @@ def _value_text(value: Any) -> str:
     dtype = torch_name(first.dtype)
     try:
         with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
-            mean, std = _mean_and_std(innermost(first.detach()))
+            mean, std = _mean_and_std(unwrap_all_transforms(first.detach()))
             broken = [
                 describe.leaf_text(leaf)
                 for leaf, tensor in rest
-                if tensor is not first and not _is_finite(innermost(tensor.detach()))
+                if tensor is not first and not _is_finite(unwrap_all_transforms(tensor.detach()))
             ]
     except Exception:  # a sparse or fake tensor has no numbers to show; the model must go on
         return f"{text} {dtype}"
@@ -304,7 +304,7 @@ def _text_of_blocks(blocks: QueryBlocks) -> str:
 
     def parts() -> Iterator[Tensor]:
         for block in blocks:
-            numbers = innermost(local_shards(block)).reshape(-1)
+            numbers = unwrap_all_transforms(local_shards(block)).reshape(-1)
             means.append(numbers.mean(dtype=torch.float64).item())
             yield from map(Tensor.double, torch.split(numbers, BLOCK_NUMEL))
             del block, numbers  # frees them, before the next block is made

@@ -89,7 +89,7 @@ _PRODUCTS = (
 )  # fmt: skip
 
 
-def unsized_workspace(operation: Any, args: Sequence[Any], out: Any) -> Any:
+def unsized_workspace(operation: Any, out: Any) -> Any:
     """Return the workspace that an operation keeps for backward; None without one.
 
     In `out`, the operation's result on tensors without numbers, the workspace is empty.

@@ -72,7 +72,7 @@ class OperationCounter:
         if formula is None and self._missing is not None and may_lack_formula(operation):
             self._missing(operation._qualified_op_name)
         if self._workspace is not None:
-            out = self._with_sized_workspace(operation, args, out)
+            out = self._with_sized_workspace(operation, out)
         # A view of a parameter or an input, or one that was written to, is not made here.
         argument_storages = {storage._cdata for storage in _storages([*args, *kwargs.values()])}
         for storage in _storages([out]):
@@ -81,9 +81,9 @@ class OperationCounter:
         self._done(flops, self._n_bytes)
         return out
 
-    def _with_sized_workspace(self, operation: Any, args: Any, out: Any) -> Any:
+    def _with_sized_workspace(self, operation: Any, out: Any) -> Any:
         """Return a result whose workspace has the size that it has on tensors with numbers."""
-        workspace = unsized_workspace(operation, args, out)
+        workspace = unsized_workspace(operation, out)
         if workspace is None or self._workspace is None:
             return out
         resized = torch.empty(self._workspace(), dtype=torch.uint8, device=workspace.device)
