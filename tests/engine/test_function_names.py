@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from hookline.engine.function_names import (
     argument_names,
-    functions,
+    functions_by_name,
     is_attribute,
     name_of,
 )
@@ -54,11 +54,11 @@ def test_what_code_calls_has_the_name_that_selects_it(run, name):
     with _Seen() as seen:
         run()
     assert name_of(seen.functions[-1]) == name
-    assert any(seen.functions[-1] is function for function in functions()[name])
+    assert any(seen.functions[-1] is function for function in functions_by_name()[name])
 
 
 def test_the_functions_of_one_name_are_found_in_each_space():
-    found = functions()["relu"]
+    found = functions_by_name()["relu"]
     assert all(any(f is g for g in found) for f in (torch.relu, F.relu, Tensor.relu))
 
 

@@ -17,7 +17,7 @@ from hookline.curves.numbers_over_steps import CurveColumns
 from hookline.curves.slot_layout import Layout
 from hookline.curves.step_reports import LOGGED, Reports, ReportSource, StepReport, weight_of
 from hookline.display.results import Printout, Result
-from hookline.engine import as_written
+from hookline.engine import normalize_root
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.provenance import Provenance
 from hookline.errors import InputError, NotRecordedError, RanksError
@@ -446,7 +446,7 @@ class Curves(Result):
     def _match_site(text: str, sites: Sequence[str]) -> str | None:
         if text in sites:  # also of a module that is named like a port, `heads.a:output`
             return text
-        text = as_written(text).removesuffix(":output")
+        text = normalize_root(text).removesuffix(":output")
         under = [site for site in sites if site.startswith((f"{text}:output[", f"{text}:output."))]
         names = [name for name in (text, f"{text}:value") if name in sites]
         return names[0] if names else under[0] if len(under) == 1 else None

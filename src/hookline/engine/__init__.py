@@ -53,7 +53,7 @@ from hookline.engine.selection.module_tree import (
     ModuleNode, ModuleTree, OperationNode, ParameterNode, module_tree, require_model,
 )
 from hookline.engine.selection.selectors import (
-    Selection, Selector, SitedNode, as_written, check_ports, parse_site, ports_for, select,
+    Selection, Selector, SitedNode, normalize_root, check_ports, parse_site, ports_for, select,
     select_in,
 )
 from hookline.engine.selection.site import PORTS, ROOT, Site, glob, path_text, paths_above

@@ -33,7 +33,7 @@ def name_of(function: Function) -> str:
 
 
 @functools.cache
-def functions() -> dict[str, list[Function]]:
+def functions_by_name() -> dict[str, list[Function]]:
     """Return torch's functions by name.
 
     The functions of one name are `torch.relu`, `torch.nn.functional.relu` and `Tensor.relu`.
@@ -82,8 +82,8 @@ def argument_names(function: Function) -> ArgumentNames:
     if isinstance(inner, MethodDescriptorType):
         function = inner
     if isinstance(function, _OF_C):
-        return _names_of_c(function)
-    own = _own_names(function)
+        return _names_of_builtin(function)
+    own = _names_in_signature(function)
     is_method = own.names[:1] == ("self",) and function.__module__ == Tensor.split.__module__
     return own._replace(names=("input", *own.names[1:])) if is_method else own
 
@@ -92,8 +92,8 @@ _OF_C = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 
 
 @functools.cache
-def _names_of_c(function: Function) -> ArgumentNames:
-    own = _own_names(function)
+def _names_of_builtin(function: Function) -> ArgumentNames:
+    own = _names_in_signature(function)
     if isinstance(function, BuiltinFunctionType):
         return own
     names = ("input", *own.names[isinstance(function, WrapperDescriptorType) :])
@@ -105,18 +105,18 @@ def _names_of_c(function: Function) -> ArgumentNames:
     return ArgumentNames(names, own.rest)
 
 
-def _own_names(function: Function) -> ArgumentNames:
+def _names_in_signature(function: Function) -> ArgumentNames:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return _documented(function)
+        return _names_in_docstring(function)
     single = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [parameter.name for parameter in parameters if parameter.kind in single]
     rest = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]
     return ArgumentNames(tuple(names), rest[0] if rest else None)
 
 
-def _documented(function: Function) -> ArgumentNames:
+def _names_in_docstring(function: Function) -> ArgumentNames:
     """Return the names in the first line of a documentation: `add(input, other, *, alpha=1)`."""
     text = re.match(r"\s*[\w.]+\(([^)]*)\)", getattr(function, "__doc__", None) or "")
     names, rest = [], None

@@ -82,11 +82,11 @@ def _module_texts(model: nn.Module) -> dict[str, str]:
     # Not repr(model): it has the names of the classes that FSDP2 makes.
     return {
         path: f"{kind.__name__}({_ADDRESS.sub('', module.extra_repr())})"
-        for path, module, kind in _own_modules(model)
+        for path, module, kind in _modules_without_wrappers(model)
     }
 
 
-def _own_modules(model: nn.Module) -> list[tuple[str, nn.Module, type]]:
+def _modules_without_wrappers(model: nn.Module) -> list[tuple[str, nn.Module, type]]:
     """Return path, module and class, as if torch.compile had wrapped no module."""
     modules = dict(model.named_modules())
     kinds = map(class_before_fsdp2, modules.values())
@@ -169,7 +169,7 @@ def _is_torchs(kind: type) -> bool:
 
 def _attributes(model: nn.Module) -> dict[str, str]:
     texts: dict[str, list[str]] = {}
-    for _, module, kind in _own_modules(model):
+    for _, module, kind in _modules_without_wrappers(model):
         for name, value in vars(module).items():
             if name != "training" and not name.startswith("_") and _is_plain(value):
                 texts.setdefault(f"{kind.__qualname__}.{name}", []).append(repr(value))

@@ -83,7 +83,7 @@ class Settings:
         )
 
 
-class Noted(NamedTuple):
+class NotedSettings(NamedTuple):
     """Hold what a pass reads, in little time; `settings_of` makes settings of it.
 
     Args:
@@ -109,9 +109,9 @@ class SettingsReader:
     def __init__(self, nodes: Sequence[ModuleNode], paths: Collection[str]) -> None:
         self._nodes = nodes
         self._paths = paths
-        self._last: Noted | None = None
+        self._last: NotedSettings | None = None
 
-    def read(self) -> Noted:
+    def read(self) -> NotedSettings:
         """Return the settings of the running code."""
         try:
             modes = [node.module.training for node in self._nodes]
@@ -129,13 +129,13 @@ class SettingsReader:
         )
         last = self._last
         if last is None or last.state != state:
-            last = self._last = Noted(self._paths, state)
+            last = self._last = NotedSettings(self._paths, state)
         return last
 
 
-def settings_of(noted: Noted | Settings | None) -> Settings | None:
+def settings_of(noted: NotedSettings | Settings | None) -> Settings | None:
     """Return the settings that a pass has noted."""
-    if not isinstance(noted, Noted):
+    if not isinstance(noted, NotedSettings):
         return noted
     flags, has_grad, is_inference, cpu, cuda, seed, is_deterministic, *precision = noted.state
     modes = dict(zip(noted.paths, flags, strict=True))

@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import Tensor
 
 from hookline.display.text import plural, torch_name
-from hookline.engine import Selection, Site, as_written
+from hookline.engine import Selection, Site, normalize_root
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, InputError, NotRecordedError, OverwrittenError
 from hookline.recordings import firing_order
@@ -102,7 +102,7 @@ def _look_up_value(source: Source, key: Key, name: str) -> tuple[Any, _ValueName
     elif len(source.passes) > 1:
         where = f"pass {next(record.number for record in source.passes if key in record)}"
     module_type = (key.module_type if isinstance(key, Site) else "") or _type_of(source, str(key))
-    return value, _ValueName(as_written(str(key)), module_type, where)
+    return value, _ValueName(normalize_root(str(key)), module_type, where)
 
 
 def _ambiguous_text(source: Source, key: Key, name: str, error: AmbiguousError) -> str:

@@ -34,9 +34,9 @@ from hookline.engine import (
     PORTS,
     Report,
     Site,
-    as_written,
     gather_json,
     has_process_group,
+    normalize_root,
     ranks_of,
     say_by_rank,
 )
@@ -290,7 +290,7 @@ def _parse_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
 
 def _site_of_text(text: str, by_text: Mapping[str, Site]) -> Site:
     """Return the site with a text; hookline before 0.1.0 wrote the root as `:output`."""
-    return by_text[text if text in by_text else as_written(text)]
+    return by_text[text if text in by_text else normalize_root(text)]
 
 
 def _read_entry(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import listed
-from hookline.engine import Report, as_written, has_numbers
+from hookline.engine import Report, has_numbers, normalize_root
 from hookline.engine.pytree import tree
 from hookline.errors import NotRecordedError
 from hookline.recordings.log_entries import Entry
@@ -85,7 +85,7 @@ class GradientFlow(Result):
 
     def __getitem__(self, site: str) -> GradientRow:
         for row in self.rows:
-            if row.site == as_written(site):
+            if row.site == normalize_root(site):
                 return row
         raise NotRecordedError(
             f"the site must be a row of this table, got {site!r}.\nGive one of its sites:"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hookline.display.text import first_line, listed, plural
-from hookline.engine import Report, as_written
+from hookline.engine import Report, normalize_root
 from hookline.engine.pytree import describe, tree
 from hookline.errors import OverwrittenError
 from hookline.findings.apply_rules import judge_survey
@@ -36,11 +36,11 @@ class _Reader:
             try:
                 yield from self._read_value(recorded)
             except OverwrittenError as error:
-                self.overwritten.setdefault(as_written(recorded.key), first_line(error))
+                self.overwritten.setdefault(normalize_root(recorded.key), first_line(error))
 
     def _read_value(self, recorded: RecordedValue) -> Iterator[Reading]:
         value = recorded.read()
-        site, key = recorded.site, as_written(recorded.key)
+        site, key = recorded.site, normalize_root(recorded.key)
         tensors = measured_tensors(value)
         # A value without tensors, such as None for a gradient that was not needed, is not empty.
         if tree.distinct(value) and not any(tensor.numel() for _, tensor in tensors):

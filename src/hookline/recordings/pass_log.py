@@ -41,7 +41,7 @@ from hookline.recordings.log_entries import Entry, PartialGradients
 from hookline.recordings.stored_values import Stored
 
 Read = Callable[[Entry], Any]
-Noted = tuple[Any, ...]  # the first fields of an `Entry`
+NotedSettings = tuple[Any, ...]  # the first fields of an `Entry`
 _SEARCHED = 256  # up to this many entries are searched: sorting costs as much as 20 searches
 
 
@@ -404,7 +404,7 @@ def append_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]
     log.append((site, value, version, *rest))
 
 
-def _make_entries(index: int, noted: Sequence[Noted]) -> list[Entry]:
+def _make_entries(index: int, noted: Sequence[NotedSettings]) -> list[Entry]:
     return [
         Entry(index, fields[1], fields[2], call)
         if len(fields) < 4 or fields[3] is None
@@ -417,9 +417,9 @@ def _make_entries(index: int, noted: Sequence[Noted]) -> list[Entry]:
 class _EntriesBySite:
     """The entries of a pass, grouped by site, and by call where one call is asked for."""
 
-    def __init__(self, log: Sequence[Noted]) -> None:
+    def __init__(self, log: Sequence[NotedSettings]) -> None:
         self.length = len(log)
-        self._by_site: dict[int, list[Noted]] = {}
+        self._by_site: dict[int, list[NotedSettings]] = {}
         for fields in log:
             self._by_site.setdefault(fields[0], []).append(fields)
         self._by_call: dict[int, dict[int | None, list[Entry]]] = {}

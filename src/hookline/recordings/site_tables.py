@@ -16,7 +16,7 @@ from hookline.engine import Pass, Site, local_shards
 from hookline.engine.pytree import describe, tree
 from hookline.errors import FolderError
 from hookline.recordings.log_entries import Entry
-from hookline.recordings.pass_log import Log, Noted
+from hookline.recordings.pass_log import Log, NotedSettings
 
 MOST_PASSES = 100  # the shapes of later passes are not read
 _MOST_ROWS = 60
@@ -61,7 +61,7 @@ def pass_printout(log: Log, current: Pass, backward: int | None = None) -> Print
     return _printout(name, head, [_cells(row) for row in rows], len(numbers))
 
 
-def entries_of_pass(current: Pass, backward: int | None) -> tuple[Noted, ...]:
+def entries_of_pass(current: Pass, backward: int | None) -> tuple[NotedSettings, ...]:
     """Return the entries of a pass, or of one backward pass over it."""
     if backward is None:
         return tuple(current.log)
@@ -69,7 +69,7 @@ def entries_of_pass(current: Pass, backward: int | None) -> tuple[Noted, ...]:
 
 
 def site_rows(
-    log: Log, indices: Sequence[int], passes: Sequence[tuple[Noted, ...]]
+    log: Log, indices: Sequence[int], passes: Sequence[tuple[NotedSettings, ...]]
 ) -> list[dict[str, Any]]:
     """Describe the values at sites by a dict of plain values for each of the sites."""
     calls: dict[int, list[int]] = {number: [] for number in indices}  # in each pass that has any
@@ -126,7 +126,7 @@ def _recording_facts(log: Log, n_lost: int) -> str:
 
 
 def _shapes_and_dtypes(
-    log: Log, numbers: Sequence[int], passes: Sequence[tuple[Noted, ...]]
+    log: Log, numbers: Sequence[int], passes: Sequence[tuple[NotedSettings, ...]]
 ) -> dict[int, tuple[str, str]]:
     """Return, for each site, the text of its first shapes or structures and of its dtypes."""
     forms: dict[int, dict[str, None]] = {number: {} for number in numbers}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, final
 
-from hookline.engine import as_written
+from hookline.engine import normalize_root
 from hookline.errors import NotRecordedError
 
 V = TypeVar("V")
@@ -39,6 +39,6 @@ class SiteDict(dict[str, V]):
 
     def _key_of(self, site: object) -> str | None:
         """Return the key of a site, however the site is written; None if it has none."""
-        text = as_written(str(site))
+        text = normalize_root(str(site))
         names = (text, text.removesuffix(":output"))
         return next((name for name in names if dict.__contains__(self, name)), None)

@@ -19,7 +19,7 @@ import hookline as hl
 from hookline.engine.compile.compiled_modules import RunSubscription
 from hookline.engine.compile.compiler_errors import explain_error
 from hookline.engine.line import compiled as module
-from hookline.engine.line.compiled import stale_forward
+from hookline.engine.line.compiled import stale_forward_text
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import Tap
 from meeting import Meanwhile, ToldLock
@@ -484,4 +484,4 @@ def test_other_errors_get_no_note():
 
 
 def test_a_stale_forward_is_named_by_the_class():
-    assert stale_forward(nn.Linear(1, 1)).startswith("Linear got another forward")
+    assert stale_forward_text(nn.Linear(1, 1)).startswith("Linear got another forward")

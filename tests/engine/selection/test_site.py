@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.engine.selection.selectors import as_written, parse_site
+from hookline.engine.selection.selectors import normalize_root, parse_site
 from hookline.engine.selection.site import PORTS, Site, glob, parse
 from hookline.errors import SelectionError
 
@@ -93,13 +93,13 @@ def test_the_root_is_written_so_that_it_can_be_seen():
 )
 def test_the_root_is_read_in_every_way_and_written_in_one(written, site):
     assert {parse_site(text) for text in written} == {site}
-    assert {as_written(text) for text in written} == {str(site)}
+    assert {normalize_root(text) for text in written} == {str(site)}
 
 
 def test_runs_stay_where_a_root_is_rewritten_other_texts_too():
-    assert as_written(":input#1#pass2") == "(root):input#1#pass2"
+    assert normalize_root(":input#1#pass2") == "(root):input#1#pass2"
     for text in ("fc", "fc:output", ":nothing", "a[12].x", "[(]root)", "(roots)"):
-        assert as_written(text) == text
+        assert normalize_root(text) == text
 
 
 def test_a_module_called_root_in_parentheses_has_its_own_text():

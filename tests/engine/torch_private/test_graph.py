@@ -150,7 +150,7 @@ class Odd(nn.Module):
 def test_a_copy_has_shapes_alone_and_runs():
     model, x = Odd(), torch.ones(2, 3)
     copy = FakeModel(model, {"": model, "fc": model.fc})
-    inputs = copy.copied(((x,), {}))
+    inputs = copy.copy_inputs(((x,), {}))
     with copy.running(inputs, module_flags(model)) as found:
         output = found.modules[""](*found.args)
         assert output.shape == (2, 3)
@@ -176,7 +176,7 @@ def test_a_released_copy_keeps_no_part_of_the_model():
 def test_flags_are_those_of_the_model_at_that_time():
     model = Odd()
     copy = FakeModel(model, {"fc": model.fc})
-    inputs = copy.copied(((torch.ones(1, 3),), {}))
+    inputs = copy.copy_inputs(((torch.ones(1, 3),), {}))
     model.eval()
     model.fc.weight.requires_grad_(False)
     flags = module_flags(model)
@@ -223,7 +223,7 @@ def test_the_backward_of_a_layer_on_a_gpu_has_shapes(has_weights):
     layer, x = GpuLayer(6, 3).requires_grad_(has_weights), torch.ones(5, 4, 6, requires_grad=True)
     copy, counts = FakeModel(layer, {"": layer}), []
     counter = OperationCounter(lambda n_flops, _: counts.append(n_flops))
-    with copy.running(copy.copied(((x,), {})), module_flags(layer)) as run, counter.counting():
+    with copy.running(copy.copy_inputs(((x,), {})), module_flags(layer)) as run, counter.counting():
         fake = run.modules[""]
         fake(*run.args).sum().backward()
     matrices = 4 * 3 * (6 + 3)

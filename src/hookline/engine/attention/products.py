@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
-from hookline.engine.function_names import Function, argument_names, functions, name_of
+from hookline.engine.function_names import Function, argument_names, functions_by_name, name_of
 
 _PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 
 
 def products() -> list[Function]:
     """Return the functions of torch by which models multiply queries by keys."""
-    return [function for name in _PRODUCTS for function in functions()[name]]
+    return [function for name in _PRODUCTS for function in functions_by_name()[name]]
 
 
 class Form(NamedTuple):

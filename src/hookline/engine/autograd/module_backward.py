@@ -34,7 +34,11 @@ from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value
 from hookline.engine.passes.modes import is_transformed
 from hookline.engine.pytree import tree
 from hookline.engine.taps.base import Order
-from hookline.engine.torch_private.autograd import base_in_graph, grad_fn_saves, version_counter
+from hookline.engine.torch_private.autograd import (
+    base_in_graph,
+    grad_fn_saves_output,
+    version_counter,
+)
 from hookline.errors import AttachError
 
 OneHook = Callable[[Tensor], Any]
@@ -296,6 +300,7 @@ def alias_saved_outputs(key: int, output: Any) -> Any:
     gradients = output_gradients(key)
     saved = [
         tensor for tensor in aliasable_tensors(output, tuples_only=False)
-        if grad_fn_saves(tensor) and (gradients is None or gradients.alias_index(tensor) is None)
+        if (gradients is None or gradients.alias_index(tensor) is None)
+        and grad_fn_saves_output(tensor)
     ]  # fmt: skip
     return tree.replace_tensors(output, make_aliases(saved), tuples_only=False) if saved else output

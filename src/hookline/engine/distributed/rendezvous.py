@@ -149,7 +149,7 @@ def _reach_verdict(
 ) -> dict[str, Any]:
     store, me = default_store(), dist.get_rank()
     name = f"hookline/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:12]}"
-    number = _number(store, name, ranks, question)
+    number = _next_number(store, name, ranks, question)
     base = f"{name}/{number}"
     verdict_key = f"{base}/verdict"
     note = failures_of([me]).get(me, "")
@@ -182,13 +182,13 @@ def _propose_verdict(store: Any, base: str, ranks: Sequence[int], question: str)
         failed = failures_of(missing)
         return {"question": question, "questions": [], "missing": missing, "failed": failed}
     name, _, number = base.rpartition("/")
-    before = _verdict_at(store, f"{name}/{int(number) - 1}") or {}
+    before = _read_verdict(store, f"{name}/{int(number) - 1}") or {}
     missed = before["missing"] if before.get("question") == question else []
-    gathered = _gathered(store, list(keys.values()))
+    gathered = _collect_posts(store, list(keys.values()))
     return {"question": question, "missing": [], "missed": missed, **gathered}
 
 
-def _number(store: Any, name: str, ranks: Sequence[int], question: str) -> int:
+def _next_number(store: Any, name: str, ranks: Sequence[int], question: str) -> int:
     """Return the number of this rank's rendezvous, past those that it is known to have missed.
 
     Of a call with the same question, this rank does not know whether it has missed it or comes too
@@ -198,7 +198,7 @@ def _number(store: Any, name: str, ranks: Sequence[int], question: str) -> int:
     while True:
         # The store counts, not the process: the count begins again with each process group.
         number: int = store.add(f"{name}/{me}", 1)
-        verdict = _verdict_at(store, f"{name}/{number}")
+        verdict = _read_verdict(store, f"{name}/{number}")
         if verdict is None or me not in verdict["missing"]:
             return number
         is_behind = any(store.add(f"{name}/{rank}", 0) > number for rank in ranks)
@@ -206,7 +206,7 @@ def _number(store: Any, name: str, ranks: Sequence[int], question: str) -> int:
             return number
 
 
-def _verdict_at(store: Any, base: str) -> dict[str, Any] | None:
+def _read_verdict(store: Any, base: str) -> dict[str, Any] | None:
     """Return the verdict of a rendezvous; None where there is none (any more)."""
     key = f"{base}/verdict"
     verdict: dict[str, Any] | None = json.loads(store.get(key)) if store.check([key]) else None
@@ -225,7 +225,7 @@ def wait_for_keys(store: Any, keys: list[str], timeout: float) -> bool:
     return True
 
 
-def _gathered(store: Any, keys: list[str]) -> dict[str, Any]:
+def _collect_posts(store: Any, keys: list[str]) -> dict[str, Any]:
     """Collect the data of all ranks; equal data appear once."""
     posts = [json.loads(store.get(key)) for key in keys]
     texts = list(dict.fromkeys(text for _, text, _ in posts))

@@ -72,7 +72,7 @@ def _whole_dtensors(model: nn.Module) -> Iterator[Mapping[int, Tensor]]:
             table[name] = wholes[id(tensor)]
         for module in model.modules() if places else ():
             for kind in ("forward_pre", "forward"):
-                _take_off(hook_dict(module, kind), stack)
+                _remove_splitting_hooks(hook_dict(module, kind), stack)
             if _is_splitting(forward := module.__dict__.get("forward")):
                 stack.callback(module.__dict__.__setitem__, "forward", forward)
                 del module.__dict__["forward"]
@@ -93,17 +93,17 @@ def _whole(tensor: Tensor) -> Tensor:
     return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
 
 
-def _take_off(table: HookDict, stack: ExitStack) -> None:
+def _remove_splitting_hooks(table: HookDict, stack: ExitStack) -> None:
     """Take the hooks that split and join values off a module, until a stack unwinds."""
     hooks = list(table.items())
     taken = [key for key, hook in hooks if _is_splitting(hook)]
     for key in taken:
         del table[key]
     if taken:
-        stack.callback(_put_back, table, hooks, taken)
+        stack.callback(_restore_hooks, table, hooks, taken)
 
 
-def _put_back(table: HookDict, hooks: list[tuple[Any, Any]], taken: list[Any]) -> None:
+def _restore_hooks(table: HookDict, hooks: list[tuple[Any, Any]], taken: list[Any]) -> None:
     """Put hooks back in their old order. The hooks that came meanwhile follow."""
     current = dict(table)
     table.clear()

@@ -26,13 +26,13 @@ from hookline.engine.compile.compiled_runs import CompiledRun, run_of
 from hookline.engine.compile.graph_capture import NO_PASS, GraphCapture, GraphGradient
 from hookline.engine.gradients.gradient_tap import (
     NO_BACKWARD,
-    Early,
+    EarlyHooks,
     GradientCallback,
     GradientTap,
     PendingGradient,
     pass_of_gradients,
 )
-from hookline.engine.passes.modes import hides_gradients, mapped_gradient, runs_in_transform
+from hookline.engine.passes.modes import hides_gradients, runs_in_transform, vmapped_gradient_text
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import tree
 from hookline.engine.selection.site import Site
@@ -77,7 +77,7 @@ class GraphGradientTap(GradientTap):
         super().__init__(site, passes, on, rank)
         self.is_in_graph: bool = False
 
-    def _as_traced(self) -> GraphCapture:
+    def _make_capture(self) -> GraphCapture:
         return GraphGradient(self.site.call, register_receiver(self), self.passes.switch)
 
     def trace(self, value: Any) -> None:
@@ -136,7 +136,7 @@ class GraphGradientTap(GradientTap):
             TracingAttachError: a noted tensor is one example of a batch that requires a gradient.
         """
         if any(map(hides_gradients, take_fake_tensors())) and not self.on.optional:
-            raise TracingAttachError(mapped_gradient(str(self.site)))
+            raise TracingAttachError(vmapped_gradient_text(str(self.site)))
 
     @while_tracing
     def _owner(self) -> str:
@@ -161,7 +161,7 @@ class GraphGradientTap(GradientTap):
         """Count one call's value whose gradients are pending in a graph."""
         slots, form, is_on, outside = value
         number = run.n_before[self] + call
-        early = self._early(current, number) or Early(PendingGradient(number), {}, {})
+        early = self._early(current, number) or EarlyHooks(PendingGradient(number), {}, {})
         pending = early.pending
         if current.recomputation is not None and current.recomputation.is_repetition:
             ignored = frozenset(slots)
@@ -186,8 +186,8 @@ class GraphGradientTap(GradientTap):
             self.on.on_no_gradient(current, pending)
 
     def _collect_without_grad(
-        self, current: Pass, early: Early, slots: TensorSlots, outside: Outside
-    ) -> Early:
+        self, current: Pass, early: EarlyHooks, slots: TensorSlots, outside: Outside
+    ) -> EarlyHooks:
         """Handle a value that flowed while gradients were disabled.
 
         A tensor that came into a reentrant checkpoint from outside gets its hooks now, as in

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hookline.engine.autograd.aliases import can_be_aliased
 from hookline.engine.autograd.module_backward import CallGradients
 from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value
-from hookline.engine.passes.modes import hides_gradients, map_batch, mapped_gradient
+from hookline.engine.passes.modes import hides_gradients, map_batch, vmapped_gradient_text
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves, outlines, tree
 from hookline.engine.selection.site import Site
@@ -77,7 +77,7 @@ def pass_of_gradients(current: Pass) -> Pass:
     return current if again is None else again.pass_of_gradients()
 
 
-class Early(NamedTuple):
+class EarlyHooks(NamedTuple):
     """Name the tensors of a value that got hooks in the first run of a reentrant checkpoint.
 
     They came into the region from outside. Their whole gradients arrive outside, too: the second
@@ -278,7 +278,7 @@ class GradientTap(Tap):
         pending = PendingGradient(call.number) if early is None else early.pending
         slots: dict[int, int] = {}
         if not is_on:
-            early = self._hook_early(call, early or Early(pending, {}, {}), value)
+            early = self._hook_early(call, early or EarlyHooks(pending, {}, {}), value)
         if early is not None:
             tensors = enumerate(tensor for _, tensor in tree.tensors(value))
             slots = {id(tensor): early.slots[k] for k, tensor in tensors if k in early.slots}
@@ -296,17 +296,17 @@ class GradientTap(Tap):
             self.count_without_grad(value)
             self.on.on_no_gradient(pass_of_gradients(current), pending)
 
-    def _early(self, current: Pass, call: int) -> Early | None:
+    def _early(self, current: Pass, call: int) -> EarlyHooks | None:
         """Return the tensors of a call's value that got their hooks in the first run."""
         again = current.recomputation
         return None if again is None else again.early(self, call)
 
-    def _note_early(self, current: Pass, early: Early) -> Early:
+    def _note_early(self, current: Pass, early: EarlyHooks) -> EarlyHooks:
         """Keep the tensors that have got their hooks in the first runs of a region."""
         current.region.early[self, early.pending.call] = early
         return early
 
-    def _hook_early(self, call: TappedCall, early: Early, value: Any) -> Early:
+    def _hook_early(self, call: TappedCall, early: EarlyHooks, value: Any) -> EarlyHooks:
         """Hook the tensors that came into a reentrant checkpoint from outside."""
         slots, results = {**early.slots}, {**early.results}
         for index, (_, tensor) in enumerate(tree.tensors(value)):
@@ -319,7 +319,7 @@ class GradientTap(Tap):
             slots[index] = results[result]
         if len(slots) == len(early.slots):
             return early
-        return self._note_early(call.current, Early(early.pending, slots, results))
+        return self._note_early(call.current, EarlyHooks(early.pending, slots, results))
 
     def _hook_each(
         self,
@@ -381,7 +381,7 @@ class GradientTap(Tap):
             region.at_late.add(self._warn_late)
         return True
 
-    def _again(self, current: Pass) -> Pass | None:
+    def _recomputed_pass(self, current: Pass) -> Pass | None:
         return current if current.recomputation.has_gradients else None
 
     def count_without_grad(self, value: Any) -> None:
@@ -393,7 +393,7 @@ class GradientTap(Tap):
         if not self.on.optional and any(
             hides_gradients(tensor) for _, tensor in tree.tensors(value)
         ):
-            raise AttachError(mapped_gradient(str(self.site)))
+            raise AttachError(vmapped_gradient_text(str(self.site)))
         self.needless += 1
 
     def warn_ambiguous(self, why: str = "") -> None:

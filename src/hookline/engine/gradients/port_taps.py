@@ -157,7 +157,7 @@ class BorderTap(Tap):
         )
         return new
 
-    def _again(self, current: Pass) -> Pass | None:
+    def _recomputed_pass(self, current: Pass) -> Pass | None:
         return current if current.recomputation.has_gradients else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -237,7 +237,7 @@ class ParameterTap(GradientTap):
             return
         self.ran += 1
         if self._held is not None and self._held() is grad:
-            self._handle_sum()
+            self._report_summed_gradient()
         # .grad is clipped, zeroed and added to in place, so a callback that keeps it must copy it.
         argument = grad if self.on.changes else grad.detach()
         new = self.receive_gradient(current, PendingGradient(0), 0, argument)
@@ -250,7 +250,7 @@ class ParameterTap(GradientTap):
             parameter.grad = grad = new
         self._held = weakref.ref(grad)
 
-    def _handle_sum(self) -> None:
+    def _report_summed_gradient(self) -> None:
         if self.on.changes:
             raise AttachError(
                 f"{self.site} cannot be changed: FSDP2 has added it to the .grad that was there."

@@ -93,9 +93,9 @@ class _Border:
     def open(self, compiled: list[nn.Module] | None) -> None:
         """Begin to watch calls. `close` undoes this also after an interrupt."""
         self._subscription.open()
-        self.find(compiled)
+        self.watch_compiled(compiled)
 
-    def find(self, compiled: list[nn.Module] | None = None) -> None:
+    def watch_compiled(self, compiled: list[nn.Module] | None = None) -> None:
         """Watch the modules that hold their compiled call; with None, find these modules first."""
         if self._root is None:
             return
@@ -286,7 +286,7 @@ class Compiled(Attachment):
             AttachError: the forward is stale. The next call finds the new forward.
         """
         if self._marks.renew_if_stale(module):
-            raise AttachError(stale_forward(module))
+            raise AttachError(stale_forward_text(module))
 
     # -- called by `Passes` ----------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class Compiled(Attachment):
             self._mark_hooked()
             for module in self._marks.renew():
                 if module is self._root:
-                    raise AttachError(stale_forward(module))
+                    raise AttachError(stale_forward_text(module))
         if self._root in _with_gaps:
             self._open_gap(current)
 
@@ -339,7 +339,7 @@ class Compiled(Attachment):
         # Either a function within the model is compiled, or a module was compiled after the line
         # was made.
         if self.border is not None:
-            self.border.find()
+            self.border.watch_compiled()
         if self._root is not None:
             _with_gaps[self._root] = True
         self._open_gap(current)
@@ -421,7 +421,7 @@ def refuse_in_compiled(name: str) -> None:
     )
 
 
-def stale_forward(module: nn.Module) -> str:
+def stale_forward_text(module: nn.Module) -> str:
     """Say that a call would run a forward which the module's class no longer has."""
     return (
         f"{type(module).__name__} got another forward while this line is on, but torch had already"

@@ -148,7 +148,7 @@ class Registrations(Attachment):
             yield
         finally:
             while self._stale:
-                self._stale.popitem()[1].update()
+                self._stale.popitem()[1].update_calls()
 
     def _place_on_module(
         self, module: nn.Module, spec: HookSpec, hook: Hook, order: Order, *, prepend: bool
@@ -274,7 +274,7 @@ class Registrations(Attachment):
         del self.placed[keep:]
         for module, _ in self._watched.values():
             mode = mode_of(module)
-            mode.update()
+            mode.update_calls()
             choose_active_tap(module, mode)
         self._watched = {key: item for key, item in self._watched.items() if item[1] < keep}
 
@@ -316,7 +316,7 @@ class Registrations(Attachment):
                     update_mark(module)
                 self.placed[index] = _TAKEN_OFF
         for module, _ in self._watched.values():
-            mode_of(module).update()
+            mode_of(module).update_calls()
 
 
 def _free_id(hooks: HookDict, flags: int = 0) -> int:

@@ -59,13 +59,13 @@ def call_read_only(
         return _call_in_graph(function, value, refusal)
     value = _without_inference_tensors(value)
     tensors = every_tensor(value)
-    before = [_Before(tensor) for tensor in tensors]
+    before = [_TensorSnapshot(tensor) for tensor in tensors]
     try:
         new = function(value)
     except BaseException:
-        _undo(before, refusal)
+        _undo_writes(before, refusal)
         raise
-    if _undo(before, refusal):
+    if _undo_writes(before, refusal):
         raise refusal()
     if new is None and not isinstance(value, Tensor):
         left = every_tensor(value)
@@ -139,7 +139,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 @final
-class _Before:
+class _TensorSnapshot:
     """The state of a tensor before the call of a function that might write to it."""
 
     __slots__ = ("_copy", "_inner", "_node", "_tensor", "_version")
@@ -159,7 +159,7 @@ class _Before:
         """Tell whether the tensor has been written to since."""
         return self._version is not None and self._version != self._inner._version
 
-    def put_back(self, refusal: Callable[[], StructureError]) -> None:
+    def restore(self, refusal: Callable[[], StructureError]) -> None:
         """Restore the tensor's numbers, since the caller may hold the tensor."""
         tensor, original = self._tensor, self._copy
         with contextlib.suppress(RuntimeError, TypeError), torch.no_grad():
@@ -178,10 +178,10 @@ class _Before:
                     hook_gradient(target, partial(_refuse_gradient, refusal))
 
 
-def _undo(before: list[_Before], refusal: Callable[[], StructureError]) -> bool:
+def _undo_writes(before: list[_TensorSnapshot], refusal: Callable[[], StructureError]) -> bool:
     written = [copy for copy in before if copy.is_written()]
     for copy in written:
-        copy.put_back(refusal)
+        copy.restore(refusal)
     return bool(written)
 
 

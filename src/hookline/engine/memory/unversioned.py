@@ -197,7 +197,7 @@ class _Memory:
         ]
         last = len(named) - 1  # the first parameter, the last one, and two between
         witnesses = [
-            (weakref.ref(module), name, _place_of(tensor))
+            (weakref.ref(module), name, _address_of(tensor))
             for place in (sorted({0, last // 3, 2 * last // 3, last}) if named else ())
             for module, name, tensor in [named[place]]
         ]
@@ -208,7 +208,7 @@ class _Memory:
         """Tell whether a sampled parameter has moved or is gone."""
         for reference, name, place in self._witnesses:
             module = reference()
-            if module is None or _place_of(own_parameters(module).get(name)) != place:
+            if module is None or _address_of(own_parameters(module).get(name)) != place:
                 return True
         return False
 
@@ -224,7 +224,7 @@ def _lines_of(table: Mapping[str, Tensor | None]) -> list[int]:
     return [line for tensor in tensors for line in cache_lines(tensor)]
 
 
-def _place_of(parameter: Tensor | None) -> int:
+def _address_of(parameter: Tensor | None) -> int:
     """Return a parameter's address, to tell whether it has moved; 0 if it has no memory."""
     if type(parameter) in _PLAIN:
         try:

@@ -35,7 +35,7 @@ from hookline.engine.attention.products import (
     may_make_scores,
     products,
 )
-from hookline.engine.function_names import Function, argument_names, functions, name_of
+from hookline.engine.function_names import Function, argument_names, functions_by_name, name_of
 from hookline.engine.operations.operation import Operation, traceable
 from hookline.errors import AttachError
 
@@ -54,7 +54,7 @@ class Call(Protocol):
 
 
 @final
-class Plain:
+class PlainCall:
     """A function without an operation."""
 
     def __init__(self, function: Function) -> None:
@@ -126,7 +126,7 @@ class Attention:
         module = None if self._module is None or is_dynamo_compiling() else self._module()
         return [] if module is None else list(module.parameters(recurse=False))
 
-    def update(self, parts: dict[str, Operation]) -> None:
+    def set_parts(self, parts: dict[str, Operation]) -> None:
         """Take the parts that have hooks at present."""
         self.parts = parts
         self.squares = [parts[name] for name in ("scores", "pattern") if name in parts]
@@ -138,7 +138,7 @@ class Attention:
             return any(operation.needs_graph for operation in self.squares)
         return any(operation.needs_graph_here() for operation in self.squares)
 
-    def calls(self, inner: dict[Function, Operation]) -> dict[Function, Call]:
+    def replacement_calls(self, inner: dict[Function, Operation]) -> dict[Function, Call]:
         """Return what stands for the functions of which attention consists.
 
         Args:
@@ -147,7 +147,7 @@ class Attention:
         calls: dict[Function, Call] = {}
         for function in products():
             calls[function] = ProductCall(self, Product(function), _or_plain(inner, function))
-        for function in functions()["softmax"]:
+        for function in functions_by_name()["softmax"]:
             calls[function] = SoftmaxCall(self, function, _or_plain(inner, function))
         calls[_KERNEL] = KernelCall(self, _or_plain(inner, _KERNEL))
         return calls
@@ -250,7 +250,7 @@ def _n_heads(module: nn.Module) -> int | None:
 
 
 def _or_plain(inner: dict[Function, Operation], function: Function) -> Call:
-    return inner.get(function) or Plain(function)
+    return inner.get(function) or PlainCall(function)
 
 
 @final
@@ -377,13 +377,13 @@ class SoftmaxCall:
             return self.inner.call(args, kwargs)
         progress.step = 2
         if "scores" in of.parts:
-            scores = _shown(of, "scores", scores, progress, layout)
+            scores = _show_by_head(of, "scores", scores, progress, layout)
             args, kwargs = (
                 ((scores, *args[1:]), kwargs) if args else (args, {**kwargs, "input": scores})
             )
         pattern = self.inner.call(args, kwargs)
         if "pattern" in of.parts:
-            pattern = _shown(of, "pattern", pattern, progress, layout)
+            pattern = _show_by_head(of, "pattern", pattern, progress, layout)
         progress.memory = _memory(pattern)
         return pattern
 
@@ -404,7 +404,7 @@ def _are_scores(
     return n_columns - n_keys in (0, 1) and has_rows
 
 
-def _shown(
+def _show_by_head(
     of: Attention, name: str, value: Tensor, progress: Progress, layout: Matrices | Letters
 ) -> Tensor:
     """Show scores or pattern by head, without the column of a sink, which is no key."""
@@ -437,7 +437,7 @@ class KernelCall:
         if "scores" in of.parts or "pattern" in of.parts:
             given = KernelArguments(query, key, value, *given[3:])
             if not of.takes_blocks or not _show_blocks(of, given):
-                result = _by_pattern(of, given, is_packed)
+                result = _show_and_attend(of, given, is_packed)
         if result is None:
             result = self.inner.call((query, key, value, *args[3:]), _other_kwargs(kwargs))
         if "z" in of.parts:
@@ -458,7 +458,7 @@ def _show_blocks(of: Attention, given: KernelArguments) -> bool:
     return True
 
 
-def _by_pattern(of: Attention, given: KernelArguments, is_packed: bool) -> Tensor | None:
+def _show_and_attend(of: Attention, given: KernelArguments, is_packed: bool) -> Tensor | None:
     """Show scores and pattern. Return the result, if a hook has changed them or needs the graph.
 
     Otherwise torch's own function gives the result, to the same bits as without hooks.
@@ -477,9 +477,9 @@ def _by_pattern(of: Attention, given: KernelArguments, is_packed: bool) -> Tenso
     return weights @ repeat_key_heads(given.value, query.shape[-3])
 
 
-def computes_aside(frame: FrameType) -> bool:
+def computes_for_readers(frame: FrameType) -> bool:
     """Tell whether a frame computes a pattern for hooks that only read: not for the model."""
-    if frame.f_code is not _by_pattern.__code__:
+    if frame.f_code is not _show_and_attend.__code__:
         return False
     of: Attention = frame.f_locals["of"]
     return not of.needs_graph() and not any(part.may_change for part in of.parts.values())
@@ -517,7 +517,7 @@ class MultiheadCall:
             self.mode.end_again()
 
 
-def _copy_that_calls() -> Function:
+def _copy_without_dispatch() -> Function:
     """Copy torch's function such that it does not hand itself to a function mode."""
     names = {**MULTIHEAD.__globals__, "has_torch_function": lambda arguments: False}
     names.pop("__name__")
@@ -526,7 +526,7 @@ def _copy_that_calls() -> Function:
     return copy
 
 
-_see_through = _copy_that_calls()
+_see_through = _copy_without_dispatch()
 
 
 @functools.lru_cache(maxsize=1 << 12)

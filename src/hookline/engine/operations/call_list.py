@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hookline.engine.function_names import argument_names, functions, name_of
+from hookline.engine.function_names import argument_names, functions_by_name, name_of
 from hookline.engine.operations.own_calls import OwnCalls
 from hookline.engine.torch_private.graph.function_modes import calling_module, pop_if_innermost
 from hookline.util.walk_stack import walk_stack
@@ -74,9 +74,9 @@ class CallList(TorchFunctionMode):
         frame = sys._getframe(1)
         if getattr(func, "__name__", "__get__") not in _ATTRIBUTE and self._own.is_own(frame):
             name = name_of(func)
-            is_known = any(func is function for function in functions().get(name, ()))
+            is_known = any(func is function for function in functions_by_name().get(name, ()))
             names = argument_names(func).names
-            call = FunctionCall(name, is_known, names, args, kwargs, output, *_place(frame))
+            call = FunctionCall(name, is_known, names, args, kwargs, output, *_user_line(frame))
             self._report(call)
         return output
 
@@ -84,7 +84,7 @@ class CallList(TorchFunctionMode):
 _ATTRIBUTE = ("__get__", "__set__", "__delete__")
 
 
-def _place(frame: FrameType) -> tuple[str, int]:
+def _user_line(frame: FrameType) -> tuple[str, int]:
     """Return the file and line of a call in the user's code; in torch's, if that alone calls."""
     first = frame.f_code.co_filename, frame.f_lineno
     _, _, outermost = calling_module(frame)

@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.function_names import Function, functions
+from hookline.engine.function_names import Function, functions_by_name
 from hookline.engine.operations.attention_parts import (
     MULTIHEAD,
     PARTS,
@@ -96,22 +96,22 @@ class OperationMode(OwnMode):
         operations = list(self._by_name.values())
         return [operation for operation in operations if operation.is_hooked]
 
-    def update(self) -> None:
+    def update_calls(self) -> None:
         """Look for the functions whose operations have hooks at present, and for no others."""
         hooked = {operation.name: operation for operation in self.hooked_operations()}
         operations = {
             function: self._copy(operation, function)
             for name, operation in hooked.items()
-            for function in functions().get(name, ())
+            for function in functions_by_name().get(name, ())
         }
         # Also where the last hook has left: an operation must not hold on to its owner.
         for operation in (*self._by_name.values(), *self._copies.values()):
             operation.update_hooks()
         parts = {name: hooked[name] for name in PARTS if name in hooked}
-        self.attention.update(parts)
+        self.attention.set_parts(parts)
         calls: dict[Function, Call] = {**operations}
         if parts:
-            calls |= self.attention.calls(operations)
+            calls |= self.attention.replacement_calls(operations)
             calls[MULTIHEAD] = MultiheadCall(self, operations.get(MULTIHEAD))
         self.calls = calls
         self.in_graph = {f"{number}": call for number, call in enumerate(calls.values())}

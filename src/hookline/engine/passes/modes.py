@@ -91,7 +91,7 @@ def hides_gradients(tensor: Tensor) -> bool:
     return False
 
 
-def mapped_gradient(name: str) -> str:
+def vmapped_gradient_text(name: str) -> str:
     """Say that the gradients of one example under vmap cannot be seen."""
     return (
         f"{name}: under vmap gradients flow through the whole batch, and no hook on one example's"

@@ -46,7 +46,7 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
     if isinstance(old, deque) and old.maxlen != new.maxlen:
         return f"expected deque(maxlen={old.maxlen}){at}, got deque(maxlen={new.maxlen})"
     if isinstance(old, _SETS):  # sets have no order, so sorted parts are compared
-        parts, parts_new = _sorted(parts), _sorted(parts_new)
+        parts, parts_new = _sorted_parts(parts), _sorted_parts(parts_new)
     return _difference_of_parts(parts, parts_new, leaf, at)
 
 
@@ -91,7 +91,7 @@ def _size(tensor: Tensor) -> Any:
     return shape(tensor) if is_strided else tensor.shape
 
 
-def _sorted(parts: list[tuple[Key, Any]]) -> list[tuple[Key, Any]]:
+def _sorted_parts(parts: list[tuple[Key, Any]]) -> list[tuple[Key, Any]]:
     texts = [in_full(part) if isinstance(part, Tensor) else in_words(part) for _, part in parts]
     order = sorted(range(len(parts)), key=texts.__getitem__)
     return [(place, parts[index][1]) for place, index in enumerate(order)]

@@ -15,18 +15,18 @@ class Slot(int):
     """A tensor's number, which stands for the tensor in an outline."""
 
 
-def outline(value: Any, number: Callable[[Tensor], int | None]) -> Any:
+def outline(value: Any, slot_of: Callable[[Tensor], int | None]) -> Any:
     """Return a value's structure, with a `Slot` for each numbered tensor and None for other values.
 
     `fill` puts numbered values back. A value that cannot be rebuilt becomes None. So does a place
     in which a value contains itself.
     """
-    return _outline(value, number, IdentityMap())
+    return _outline(value, slot_of, IdentityMap())
 
 
-def _outline(value: Any, number: Callable[[Tensor], int | None], forms: IdentityMap[Any]) -> Any:
+def _outline(value: Any, slot_of: Callable[[Tensor], int | None], forms: IdentityMap[Any]) -> Any:
     if isinstance(value, Tensor):
-        slot = number(value)
+        slot = slot_of(value)
         return None if slot is None else Slot(slot)
     if type(value) in tree.PLAIN_ATOMS:
         return None
@@ -37,7 +37,7 @@ def _outline(value: Any, number: Callable[[Tensor], int | None], forms: Identity
         return None
     forms[value] = None
     try:
-        inner = [_outline(part, number, forms) for _, part in parts]
+        inner = [_outline(part, slot_of, forms) for _, part in parts]
         form = tree.rebuild(value, inner, exact=False)
     except Exception:  # an object that cannot be copied
         form = None

@@ -92,7 +92,7 @@ def never_called(node: ModuleNode) -> Why | None:
     return None
 
 
-def own_call_reason(node: ModuleNode, instead: str) -> Why:
+def custom_call_reason(node: ModuleNode, instead: str) -> Why:
     """Say that a module's own `__call__` does not call its hooks.
 
     Args:
@@ -121,7 +121,7 @@ def _raised(silent: Silent) -> Why | None:
     return RAISED if silent.passes.failed == silent.passes.started else None
 
 
-def _past_hooks(silent: Silent) -> Why | None:
+def _bypasses_hooks(silent: Silent) -> Why | None:
     node = silent.node
     if not isinstance(node, ModuleNode):
         return None
@@ -131,14 +131,14 @@ def _past_hooks(silent: Silent) -> Why | None:
     call = type(node.module).__call__
     # torch's own end in that of nn.Module, as of a GraphModule.
     if call is not nn.Module.__call__ and not str(call.__module__).startswith("torch."):
-        return own_call_reason(node, ", and hooks are called by nn.Module's")
+        return custom_call_reason(node, ", and hooks are called by nn.Module's")
     if node.parent is not None and "ao.nn" in type(node.parent.module).__module__:
         return Why("a quantised module holds its weights there, and does not call it",
                    "select its parent")  # fmt: skip
     return None
 
 
-def no_own_call_reason(node: OperationNode, or_else: str = "") -> Why:
+def uncalled_operation_reason(node: OperationNode, or_else: str = "") -> Why:
     """Say that a module does not itself call the function of an operation.
 
     Args:
@@ -156,14 +156,14 @@ def no_own_call_reason(node: OperationNode, or_else: str = "") -> Why:
     return Why(f"{path} {what}{or_else}", fix)
 
 
-def _not_its_own(silent: Silent) -> Why | None:
+def _uncalled_operation(silent: Silent) -> Why | None:
     node = silent.node
     if not isinstance(node, OperationNode):
         return None
-    return no_own_call_reason(node, ", took another branch, or did not run")
+    return uncalled_operation_reason(node, ", took another branch, or did not run")
 
 
-def _not_called(silent: Silent) -> Why | None:
+def _uncalled_module(silent: Silent) -> Why | None:
     node, passes = silent.node, silent.passes
     if not isinstance(node, ModuleNode):
         return None
@@ -182,7 +182,7 @@ def _has_fewer_guards(node: ModuleNode | None) -> bool:
 
 
 _CAUSES: tuple[Callable[[Silent], Why | None], ...] = (
-    _own_reason, _has_not_run, _raised, _past_hooks, _not_its_own, _not_called,
+    _own_reason, _has_not_run, _raised, _bypasses_hooks, _uncalled_operation, _uncalled_module,
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from hookline.engine.function_names import functions, is_attribute
+from hookline.engine.function_names import functions_by_name, is_attribute
 from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.site import glob, path_text
@@ -23,7 +23,7 @@ def operation_names(text: str, host: str) -> list[str]:
     Raises:
         SelectionError: torch has no such function.
     """
-    known = [*PARTS, *functions()]
+    known = [*PARTS, *functions_by_name()]
     if text in known:
         return [text]
     if "{" in text or "*" in text or "?" in text:

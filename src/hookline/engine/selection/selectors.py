@@ -107,13 +107,13 @@ class Selection(Result):
 
     def __and__(self, other: Selector) -> Selection:
         others = self._coerce(other)
-        in_self, in_others = _cover(self), _cover(others)
+        in_self, in_others = _coverage_test(self), _coverage_test(others)
         both = [pair for pair in self.places if in_others(pair[0])]
         finer = [pair for pair in others.places if in_self(pair[0])]
         return Selection(self._tree, [*both, *finer])
 
     def __sub__(self, other: Selector) -> Selection:
-        is_dropped = _cover(self._coerce(other))
+        is_dropped = _coverage_test(self._coerce(other))
         return Selection(self._tree, [pair for pair in self.places if not is_dropped(pair[0])])
 
     def _coerce(self, other: Selector) -> Selection:
@@ -149,7 +149,7 @@ class Selection(Result):
         )
 
 
-def _cover(selection: Selection) -> Callable[[Site], bool]:
+def _coverage_test(selection: Selection) -> Callable[[Site], bool]:
     """Return a function that tells whether a selection covers a site.
 
     A whole value covers its leaves, and a site without a call covers each call.
@@ -244,10 +244,10 @@ def parse_site(text: str, paths: Container[str] = ()) -> Site:
     return Site(parts.path, parts.port or "output", parts.leaf, parts.call)
 
 
-def as_written(text: str) -> str:
+def normalize_root(text: str) -> str:
     """Write the root's sites in the form of all output; other texts stay as they are.
 
-    >>> as_written(""), as_written(":input"), as_written("fc")
+    >>> normalize_root(""), normalize_root(":input"), normalize_root("fc")
     ('(root)', '(root):input', 'fc')
     """
     if text and not text.startswith((":", "#", "[", ROOT)):
@@ -299,7 +299,7 @@ def _find(
     if module_ports:
         # Events that need no forward, such as "state_dict", also occur in modules without a
         # forward.
-        nodes = matched if set(PORTS).isdisjoint(module_ports) else _without_holders(matched)
+        nodes = matched if set(PORTS).isdisjoint(module_ports) else _drop_uncallable(matched)
         places += [
             (_same_site(n.path, port, text.leaf, text.call, n.aliases, n.type_name), n)
             for n in nodes
@@ -342,7 +342,7 @@ def _revalidate(tree: ModuleTree, selection: Selection) -> Iterable[SitedNode]:
     return selection.places
 
 
-def _without_holders(nodes: list[ModuleNode]) -> list[ModuleNode]:
+def _drop_uncallable(nodes: list[ModuleNode]) -> list[ModuleNode]:
     """Leave out modules that cannot be called, such as a `ModuleList`; check each class once."""
     holders = set(filter(lacks_forward, {type(node.module) for node in nodes}))
     if not holders:
@@ -418,7 +418,7 @@ def _match_operations(
     if not hosts or not tree.nodes:
         return replace(text, path=host), []
     names = operation_names(name, host)
-    hosts = _without_holders(hosts) or hosts
+    hosts = _drop_uncallable(hosts) or hosts
     is_glob = len(hosts) > 1 or len(names) > 1
     for node in (*hosts, tree.nodes[0]):
         refuse_exported(node)
@@ -451,7 +451,7 @@ def _matcher(selector: Selector) -> Callable[[ModuleNode], bool]:
         bare = unwrap(selector)
         return lambda node: node.module is bare
     if callable(selector):
-        return _predicate(selector)
+        return _matcher_of_function(selector)
     raise SelectionError(f"a selector must be of a known kind, got {in_words(selector)}.\n{_KINDS}")
 
 
@@ -461,7 +461,7 @@ _KINDS = (
 )
 
 
-def _predicate(function: Callable[..., Any]) -> Callable[[ModuleNode], bool]:
+def _matcher_of_function(function: Callable[..., Any]) -> Callable[[ModuleNode], bool]:
     """Turn a function into a matcher.
 
     Raises:

@@ -26,7 +26,7 @@ from hookline.engine.compile.graph_capture import (
     SplitCallback,
 )
 from hookline.engine.compile.guards import unmark_copy
-from hookline.engine.operations.attention_parts import computes_aside
+from hookline.engine.operations.attention_parts import computes_for_readers
 from hookline.engine.operations.mode import drop_leftover_modes
 from hookline.engine.passes.modes import refuse_tracing
 from hookline.engine.passes.passes import Pass, Passes
@@ -198,10 +198,10 @@ class Tap(HookOwner):
     def prepare(self) -> None:
         """Make the capture for compiled code, which may call this tap from now on."""
         if self.traced is None:
-            self.traced = self._as_traced()
+            self.traced = self._make_capture()
             self.active = self.traced if self.passes.switch.is_on else None
 
-    def _as_traced(self) -> GraphCapture:
+    def _make_capture(self) -> GraphCapture:
         if self.rank in (Order.EDIT, Order.HOOK):
             return GraphEdit(self.site.call, self.change)
         if self.halves is not None:
@@ -256,9 +256,9 @@ class Tap(HookOwner):
 
     def _pass_of(self, module: nn.Module) -> Pass | None:
         """Return the pass that a call of this module belongs to; None if the line sees none."""
-        return self.in_thread.current or self._slow_path(module)
+        return self.in_thread.current or self._pass_outside_root(module)
 
-    def _slow_path(self, module: nn.Module) -> Pass | None:
+    def _pass_outside_root(self, module: nn.Module) -> Pass | None:
         """Return the pass for a call outside this thread's pass; None if the line sees none.
 
         An inert copy of the tap is removed from the module.
@@ -269,9 +269,13 @@ class Tap(HookOwner):
         current = self.passes.pass_outside_root()
         if current is not None and self.passes.compiler is not None:
             self.passes.compiler.refuse_stale(module)
-        return current if current is None or current.recomputation is None else self._again(current)
+        return (
+            current
+            if current is None or current.recomputation is None
+            else self._recomputed_pass(current)
+        )
 
-    def _again(self, current: Pass) -> Pass | None:
+    def _recomputed_pass(self, current: Pass) -> Pass | None:
         """Return the pass of a recomputation; None for taps that do not change values."""
         if not self.changes_values:
             return None
@@ -328,7 +332,7 @@ def is_reading(frame: FrameType | None) -> bool:
             tap = frame.f_locals.get("self")
             if isinstance(tap, Tap) and tap.rank not in (Order.EDIT, Order.HOOK):
                 return True
-        if computes_aside(frame):
+        if computes_for_readers(frame):
             return True
         frame = frame.f_back
     return False

@@ -52,7 +52,9 @@ class FusedTap(Tap):
         if kwargs is None or self.ran or is_dynamo_compiling():
             return
         if self.in_thread.current is None and not self.passes.may_see():
-            self._slow_path(module)  # removes the tap, if it was copied along with the model
+            self._pass_outside_root(
+                module
+            )  # removes the tap, if it was copied along with the model
         elif is_fused(module, args, kwargs) and not any(map(foreign_hooks, module.modules())):
             self.ran: bool = True
 
@@ -80,7 +82,7 @@ class PaddedTap(Tap):
         if kwargs is None or is_dynamo_compiling():
             return
         if is_inert(self):
-            self._slow_path(module)  # removes the tap
+            self._pass_outside_root(module)  # removes the tap
         elif may_run_nested(module, args, kwargs):
             self.ran: bool = True
             self.mode.__enter__()  # type: ignore[no-untyped-call]

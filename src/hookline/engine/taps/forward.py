@@ -28,7 +28,7 @@ class OutputTap(Tap):
             return self.trace(output)
         current = self.in_thread.current
         if current is None:
-            current = self._slow_path(module)
+            current = self._pass_outside_root(module)
             if current is None:
                 return None
         self.fired += 1

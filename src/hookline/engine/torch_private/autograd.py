@@ -113,7 +113,7 @@ def unhook_gradient(tensor: Tensor, key: Any) -> None:
     hooks.pop(key, None)
 
 
-def grad_fn_saves(tensor: Tensor) -> bool:
+def grad_fn_saves_output(tensor: Tensor) -> bool:
     """Tell whether the function that computed a tensor saved it for its own backward, as tanh does.
 
     In a second derivative, such a tensor gets a further gradient, which does not come from its

@@ -23,7 +23,7 @@ from hookline.engine import (
     while_tracing,
     without_function_modes,
 )
-from hookline.engine.function_names import functions, name_of
+from hookline.engine.function_names import functions_by_name, name_of
 from hookline.engine.pytree import tree
 from hookline.verbs.shared.rerun import copied, version
 from hookline.verbs.shared.run_model import call
@@ -164,7 +164,7 @@ class Trace(TorchFunctionMode):
             for module in model.modules()
             for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items())
         }
-        self._names = functions()
+        self._names = functions_by_name()
 
     # -- values -----------------------------------------------------------------------------------
 

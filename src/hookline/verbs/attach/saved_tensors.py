@@ -112,7 +112,7 @@ class SavedTap(Tap):
             self._closed()
             self._closed = None
 
-    def _again(self, current: Pass) -> Pass:
+    def _recomputed_pass(self, current: Pass) -> Pass:
         # If torch packs the tensors saved in the recomputation, it needs the same hooks as before.
         return current
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 
 from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import plural
-from hookline.engine import as_written
+from hookline.engine import normalize_root
 from hookline.errors import NotRecordedError
 from hookline.findings import Finding
 from hookline.recordings.key_index import closest_names, quoted
@@ -131,8 +131,10 @@ class Comparison(Result):
         return len(self.rows)
 
     def __getitem__(self, site: str) -> ComparedSite:
-        wanted = as_written(site)
-        row = next((row for row in self.rows if wanted in (row.site, as_written(row.site))), None)
+        wanted = normalize_root(site)
+        row = next(
+            (row for row in self.rows if wanted in (row.site, normalize_root(row.site))), None
+        )
         if row is not None:
             return row
         names = [row.site for row in self.rows]

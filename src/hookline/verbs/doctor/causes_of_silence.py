@@ -19,9 +19,9 @@ from hookline.engine.report.why_silent import (
     RAISED,
     UNKNOWN,
     Why,
+    custom_call_reason,
     never_called,
-    no_own_call_reason,
-    own_call_reason,
+    uncalled_operation_reason,
 )
 from hookline.verbs.doctor.diagnosis import SiteVerdict
 from hookline.verbs.doctor.observe import Observations, Use
@@ -121,7 +121,7 @@ def _raised_before(site: Site, node: Any, facts: Facts) -> Why | None:
 
 def _not_own_operation(site: Site, node: Any, facts: Facts) -> Why | None:
     if isinstance(node, OperationNode) and id(node.owner) in facts.observations.called:
-        return no_own_call_reason(node)
+        return uncalled_operation_reason(node)
     return None
 
 
@@ -132,7 +132,7 @@ def _forward_called_directly(site: Site, node: Any, facts: Facts) -> Why | None:
     if use is None:
         return None
     if id(node.module) in facts.observations.overridden:
-        return own_call_reason(node, " that calls forward directly, past its hooks")
+        return custom_call_reason(node, " that calls forward directly, past its hooks")
     return Why(
         f"its .forward was called directly{_where_used(use)}; a direct call skips hooks",
         "call the module itself there: module(x) instead of module.forward(x)",

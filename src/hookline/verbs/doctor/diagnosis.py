@@ -8,7 +8,7 @@ from typing import Any, final
 
 from hookline.display.results import Cell, Heading, Printout, Result
 from hookline.display.text import listed, plural
-from hookline.engine import Site, as_written
+from hookline.engine import Site, normalize_root
 
 
 @final
@@ -101,7 +101,7 @@ class Diagnosis(Result):
             KeyError: the site was not selected.
         """
         for verdict in self.sites:
-            if str(verdict.site) == as_written(str(site)):
+            if str(verdict.site) == normalize_root(str(site)):
                 return verdict
         first = listed([verdict.site for verdict in self.sites], 6)
         raise KeyError(f"{site} must be a selected site; the sites begin {first}.")

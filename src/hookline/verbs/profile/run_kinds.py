@@ -206,7 +206,7 @@ class RunKinds:
         try:
             if self.copy is None:
                 self.copy = FakeModel(self._model, self._by_path)
-            kind.inputs = self.copy.copied((args, kwargs))
+            kind.inputs = self.copy.copy_inputs((args, kwargs))
             kind.flags = module_flags(self._model)
         except Exception as error:
             self.failure = f"the model cannot be copied: {why_not_fakeable(error)}"

@@ -168,7 +168,7 @@ class ProfileTap(Tap):
         if lane is not None and call is not None:
             lane.finish(call, output)
 
-    def _again(self, current: Pass) -> Pass:
+    def _recomputed_pass(self, current: Pass) -> Pass:
         return current  # recomputation has a column of its own
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import listed, plural
 from hookline.display.units import measure
-from hookline.engine import Site, as_written
+from hookline.engine import Site, normalize_root
 from hookline.errors import InputError
 from hookline.verbs.sweep.grid import Label
 from hookline.verbs.sweep.judge_estimates import Array, Verdict, judge_sites, spearman
@@ -79,7 +79,7 @@ class Effects(Result):
         numbers = []
         for axis, label in zip(self.axes, labels, strict=False):
             known = self.labels[axis]
-            name = as_written(str(label)).removesuffix(":output")
+            name = normalize_root(str(label)).removesuffix(":output")
             key = name if label not in known and isinstance(label, str | Site) else label
             if key not in known:
                 shown = listed([repr(name) for name in known], 4)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 
 from hookline.display.text import plural
 from hookline.display.units import size
-from hookline.engine import as_written
+from hookline.engine import normalize_root
 from hookline.errors import FolderError, InputError
 from hookline.findings import Findings
 from hookline.recordings import Recording
@@ -106,7 +106,7 @@ class PageState:
         Raises:
             InputError: no value matches.
         """
-        at = as_written(at)
+        at = normalize_root(at)
         of_site = self._by_site.get(at, [])
         matches = [
             entry

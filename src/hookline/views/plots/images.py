@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hookline.display.text import share_text
-from hookline.engine import Site, as_written
+from hookline.engine import Site, normalize_root
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
@@ -95,7 +95,7 @@ def _look_up_images(recording: Source, site: str | Site) -> Value:
         else:
             sites = [fired for fired, _ in recording.fired()]
         has_input = any((fired.path, fired.port) == ("", "input") for fired in sites)
-        if has_input or as_written(str(site)) != str(Site("", "input")):
+        if has_input or normalize_root(str(site)) != str(Site("", "input")):
             raise
         raise NotRecordedError(
             'the model\'s input was not recorded.\nRecord it: hl.record(model, "(root)",'

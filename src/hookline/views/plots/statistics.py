@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hookline.display.text import pick_evenly, plural, share_text, shorten
-from hookline.engine import Site, as_written
+from hookline.engine import Site, normalize_root
 from hookline.errors import InputError
 from hookline.recordings import PassRecord
 from hookline.recordings.figure_arguments import Source, check_source
@@ -212,7 +212,7 @@ def _measure_sites(
 ) -> tuple[dict[str, dict[int, Statistics | None]], list[Skipped], tuple[int, str] | None]:
     """Measure each site that fired, by index of the pass; find the first NaN or infinity."""
     named = [sites] if isinstance(sites, str | Site) else sites
-    keys = None if named is None else [as_written(str(site)) for site in named]
+    keys = None if named is None else [normalize_root(str(site)) for site in named]
     by_site: dict[str, dict[int, Statistics | None]] = {}
     skipped: dict[str, Skipped] = {}
     bad: tuple[int, str] | None = None

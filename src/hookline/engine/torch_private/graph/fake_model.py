@@ -54,16 +54,16 @@ class FakeModel:
             raise ModelError(_SPLIT[split])
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise ModelError("it holds a scripted module")
-        self._stand_ins = _MetaCopies()
+        self._meta_copies = _MetaCopies()
         self._memo: dict[int, Any] = {}
         every = list(model.modules())
         for module in every:
             self._drop_copied_hooks(module)
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if id(tensor) not in self._memo:
-                    self._memo[id(tensor)] = self._stand_ins.to_meta(tensor)
+                    self._memo[id(tensor)] = self._meta_copies.to_meta(tensor)
         shells = [(module, self._empty_copy(module)) for module in every if is_fsdp2(module)]
-        with self._stand_ins:
+        with self._meta_copies:
             for module, shell in shells:
                 state = module.__getstate__()  # type: ignore[no-untyped-call]
                 shell.__dict__.update(copy.deepcopy(state, self._memo))
@@ -75,12 +75,12 @@ class FakeModel:
         self._every = [self._memo[id(module)] for module in every]
         self._modules = {path: self._memo[id(module)] for path, module in modules.items()}
 
-    def copied(self, value: Any) -> Any:
+    def copy_inputs(self, value: Any) -> Any:
         """Return a copy of inputs without numbers, except those that are a part of their shapes."""
         memo = dict(self._memo)
         for packed in _packed_sequences(value):
-            memo[id(packed.batch_sizes)] = self._stand_ins.keep_numbers(packed.batch_sizes)
-        with self._stand_ins:
+            memo[id(packed.batch_sizes)] = self._meta_copies.keep_numbers(packed.batch_sizes)
+        with self._meta_copies:
             return copy.deepcopy(value, memo)
 
     def release(self) -> None:
@@ -91,14 +91,14 @@ class FakeModel:
     def running(self, inputs: tuple[Any, Any], flags: Flags) -> Iterator[Runnable]:
         """Yield fake modules and inputs, with the flags that the model had; run them in the block.
 
-        The inputs are arguments and keyword arguments, copied by `copied`.
+        The inputs are arguments and keyword arguments, from `copy_inputs`.
         """
         # Late, because it loads sympy.
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-            memo = self._stand_ins.fakes_by_id()
-            with _Fakes(self._stand_ins):
+            memo = self._meta_copies.fakes_by_id()
+            with _Fakes(self._meta_copies):
                 parts = copy.deepcopy((self._every, self._modules, inputs), memo)
             every, modules, (args, kwargs) = parts
             for module, (training, needs) in zip(every, flags, strict=True):
@@ -107,7 +107,12 @@ class FakeModel:
                     parameter.requires_grad_(need)
             # In threads of their own, as on a GPU, nodes would have numbers of their own.
             in_thread = torch.autograd.set_multithreading_enabled(False)
-            with _silence_fake_errors(), in_thread, self._stand_ins.with_numbers(), _Shapes():
+            with (
+                _silence_fake_errors(),
+                in_thread,
+                self._meta_copies.with_numbers(),
+                _MissingShapes(),
+            ):
                 yield Runnable(modules, args, kwargs)
 
     def _drop_copied_hooks(self, module: nn.Module) -> None:
@@ -158,7 +163,7 @@ class _MetaCopies(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._made: list[tuple[Tensor, torch.device]] = []
-        self._devices: dict[int, torch.device] = {}  # by the address of the stand-in's storage
+        self._devices: dict[int, torch.device] = {}  # by the address of the copy's storage
         self._with_numbers: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,10 +185,10 @@ class _MetaCopies(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if tensor.layout is not torch.strided or tensor.is_nested:
                 raise ModelError(f"it holds a tensor of layout {tensor.layout}")
-            stand_in = _like(_empty_on(tensor, torch.device("meta")), tensor)
-        self._made.append((stand_in, tensor.device))
-        self._devices[stand_in.untyped_storage()._cdata] = tensor.device
-        return stand_in
+            meta_copy = _as_parameter_like(_empty_on(tensor, torch.device("meta")), tensor)
+        self._made.append((meta_copy, tensor.device))
+        self._devices[meta_copy.untyped_storage()._cdata] = tensor.device
+        return meta_copy
 
     def keep_numbers(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor that keeps its numbers, in the copy that runs, too."""
@@ -195,7 +200,7 @@ class _MetaCopies(TorchFunctionMode):
         return _Numbers(self._with_numbers) if self._with_numbers else nullcontext()
 
     def is_meta_copy(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is a stand-in, or shares the memory of one."""
+        """Tell whether a tensor is a meta copy, or shares the memory of one."""
         return tensor.untyped_storage()._cdata in self._devices
 
     def fake_on_original_device(self, meta_copy: Tensor) -> Tensor:
@@ -203,8 +208,11 @@ class _MetaCopies(TorchFunctionMode):
         return _empty_on(meta_copy, self._devices[meta_copy.untyped_storage()._cdata])
 
     def fakes_by_id(self) -> dict[int, Any]:
-        """Return fake tensors on the devices of the originals, by the id of the stand-in."""
-        fakes = {id(made): _like(_empty_on(made, device), made) for made, device in self._made}
+        """Return fake tensors on the devices of the originals, by the id of the meta copy."""
+        fakes = {
+            id(made): _as_parameter_like(_empty_on(made, device), made)
+            for made, device in self._made
+        }
         return fakes | {id(tensor): tensor for tensor in self._with_numbers}
 
 
@@ -246,7 +254,7 @@ def _silence_fake_errors() -> Iterator[None]:
 
 
 @final
-class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Give a shape to results of which torch knows none.
 
     torch computes products of groups of matrices, as of experts, in each dtype, but knows the shape
@@ -299,18 +307,18 @@ def _empty_grouped_mm(
 
 @final
 class _Fakes(TorchFunctionMode):
-    """Copy stand-ins that are not known by their id: parameters that no module holds.
+    """Copy meta copies that are not known by their id: parameters that no module holds.
 
     A copy of such a parameter is made of its data.
     """
 
-    def __init__(self, stand_ins: _MetaCopies) -> None:
+    def __init__(self, meta_copies: _MetaCopies) -> None:
         super().__init__()
-        self._stand_ins = stand_ins
+        self._meta_copies = meta_copies
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _DATA and self._stand_ins.is_meta_copy(args[0]):
-            return self._stand_ins.fake_on_original_device(args[0])
+        if func == _DATA and self._meta_copies.is_meta_copy(args[0]):
+            return self._meta_copies.fake_on_original_device(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -334,11 +342,11 @@ def _empty_on(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _like(stand_in: Tensor, tensor: Tensor) -> Tensor:
+def _as_parameter_like(meta_copy: Tensor, tensor: Tensor) -> Tensor:
     """Make a parameter of a tensor where the original is one, and let it require gradients."""
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
-    return stand_in.requires_grad_(tensor.requires_grad)
+        return nn.Parameter(meta_copy, requires_grad=tensor.requires_grad)
+    return meta_copy.requires_grad_(tensor.requires_grad)
 
 
 def is_fsdp2(module: nn.Module) -> bool:
