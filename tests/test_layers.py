@@ -304,7 +304,7 @@ def test_nothing_is_imported_past_the_face_of_the_engine():
 def test_an_import_past_the_face_is_found():
     line, module = "from hookline.engine.line.line import Line", "hookline.engine.line.line"
     assert past_the_face("hookline.verbs.summary", line) == [module]
-    assert past_the_face("hookline.engine.line.compiled", line) == []
+    assert past_the_face("hookline.engine.line.compile_support", line) == []
     assert past_the_face("hookline.verbs.summary", "from hookline.engine.pytree import tree") == []
     assert not any("torch_private" in name for name in OPEN)
 

@@ -12,7 +12,7 @@ from hookline.engine.compile.compiled_modules import (
     RunSubscription, force_eager, is_compiled, unwrap_compiled,
 )
 from hookline.engine.compile.graph_capture import (
-    Callback, InBlocks, SplitCallback, bind_own_defaults, graph_snapshot, snapshot,
+    Callback, BlockwiseCallback, SplitCallback, bind_own_defaults, graph_snapshot, snapshot,
 )
 from hookline.engine.compile.compiled_runs import CompiledRun
 from hookline.engine.distributed.parallel_ranks import (
@@ -46,7 +46,7 @@ from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
 from hookline.engine.pytree.call_arguments import Arguments
 from hookline.engine.pytree.hidden_tensors import every_tensor, tensor_holder
 from hookline.engine.pytree.tree import local_shards
-from hookline.engine.report.replaced_parts import Lapse
+from hookline.engine.report.replaced_parts import Consequence
 from hookline.engine.report.report import Report, header_facts
 from hookline.engine.selection.model_parts import has_parts, register_parts, sites_of_part
 from hookline.engine.selection.module_tree import (

@@ -152,14 +152,14 @@ def settings_of(noted: NotedSettings | Settings | None) -> Settings | None:
         },
         "inference" if is_inference else "on" if has_grad else "off",
         seed,
-        _by_library(precision),
+        _precision_by_library(precision),
         is_deterministic,
     )
 
 
 def precision_here() -> dict[str, str]:
     """Return how products of float32 are computed at present, such as "tf32", by the library."""
-    return _by_library(_precisions())
+    return _precision_by_library(_precisions())
 
 
 def _precisions() -> list[str]:
@@ -170,7 +170,7 @@ def _precisions() -> list[str]:
     ]
 
 
-def _by_library(precisions: Sequence[str]) -> dict[str, str]:
+def _precision_by_library(precisions: Sequence[str]) -> dict[str, str]:
     # "none" leaves it to a more general setting, which leaves float32 as it is.
     return {
         name: text.replace("none", "ieee")

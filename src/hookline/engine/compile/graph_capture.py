@@ -35,7 +35,7 @@ class SplitCallback(NamedTuple):
     after: Callback  # the other half, which runs on the kept result
 
 
-class InBlocks(NamedTuple):
+class BlockwiseCallback(NamedTuple):
     """A callback that takes an attention pattern whole or in blocks of queries."""
 
     bound: Callback | SplitCallback

@@ -161,7 +161,7 @@ class GraphGradientTap(GradientTap):
         """Count one call's value whose gradients are pending in a graph."""
         slots, form, is_on, outside = value
         number = run.n_before[self] + call
-        early = self._early(current, number) or EarlyHooks(PendingGradient(number), {}, {})
+        early = self._early_hooks(current, number) or EarlyHooks(PendingGradient(number), {}, {})
         pending = early.pending
         if current.recomputation is not None and current.recomputation.is_repetition:
             ignored = frozenset(slots)
@@ -208,7 +208,9 @@ class GraphGradientTap(GradientTap):
         )
         self._hook_outside(current, early.pending, hooked)
         hooked_slots = {index: places[slot] for index, slot in enumerate(slots) if slot in places}
-        return self._note_early(current, early._replace(slots={**early.slots, **hooked_slots}))
+        return self._keep_early_hooks(
+            current, early._replace(slots={**early.slots, **hooked_slots})
+        )
 
     def _hook_outside(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
         """Hook the tensors that a graph got from outside; after the run, these tensors exist."""
@@ -220,7 +222,7 @@ class GraphGradientTap(GradientTap):
             if not trace_order or is_written_by_compiled(tensor):
                 self.warn_ambiguous(_WRITTEN_BY_GRAPH)
             else:
-                hook = self._hook_for(first, pending, slot)
+                hook = self._make_hook(first, pending, slot)
                 self._place_hook(current, tensor, hook, owner, int(trace_order))
                 if self.on.awaits is not None:
                     self.on.awaits(current, pending, slot, tensor)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hookline.engine.autograd.aliases import can_be_aliased
 from hookline.engine.autograd.module_backward import CallGradients
 from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value
-from hookline.engine.passes.modes import hides_gradients, map_batch, vmapped_gradient_text
+from hookline.engine.passes.modes import hides_gradients, map_legacy_vmap, vmapped_gradient_text
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves, outlines, tree
 from hookline.engine.selection.site import Site
@@ -146,7 +146,9 @@ class GradientTap(Tap):
         self.has_warned: bool = False
         self.lost: str = ""
 
-    def _call(self, module: nn.Module, aliases: CallGradients | None = None) -> TappedCall | None:
+    def _count_call(
+        self, module: nn.Module, aliases: CallGradients | None = None
+    ) -> TappedCall | None:
         """Count this call of the module and return it; None if its gradients are not wanted."""
         current = self._pass_of(module)
         if current is None:
@@ -157,7 +159,7 @@ class GradientTap(Tap):
         is_wanted = self.site.call in (None, number)
         return TappedCall(current, number, id(module), aliases) if is_wanted else None
 
-    def _hook_for(self, first: Pass, pending: PendingGradient, slot: int) -> GradHook:
+    def _make_hook(self, first: Pass, pending: PendingGradient, slot: int) -> GradHook:
         if self.on.keeps_graph:
             hook = GradHook(self._receive_weakly, weakref.ref(first), pending, slot)
         else:
@@ -274,7 +276,7 @@ class GradientTap(Tap):
         if not is_on and not self._comes_in_recomputation(current):
             return
         value = self.part(current, value)
-        early = self._early(current, call.number)
+        early = self._early_hooks(current, call.number)
         pending = PendingGradient(call.number) if early is None else early.pending
         slots: dict[int, int] = {}
         if not is_on:
@@ -296,12 +298,12 @@ class GradientTap(Tap):
             self.count_without_grad(value)
             self.on.on_no_gradient(pass_of_gradients(current), pending)
 
-    def _early(self, current: Pass, call: int) -> EarlyHooks | None:
+    def _early_hooks(self, current: Pass, call: int) -> EarlyHooks | None:
         """Return the tensors of a call's value that got their hooks in the first run."""
         again = current.recomputation
         return None if again is None else again.early(self, call)
 
-    def _note_early(self, current: Pass, early: EarlyHooks) -> EarlyHooks:
+    def _keep_early_hooks(self, current: Pass, early: EarlyHooks) -> EarlyHooks:
         """Keep the tensors that have got their hooks in the first runs of a region."""
         current.region.early[self, early.pending.call] = early
         return early
@@ -319,7 +321,7 @@ class GradientTap(Tap):
             slots[index] = results[result]
         if len(slots) == len(early.slots):
             return early
-        return self._note_early(call.current, EarlyHooks(early.pending, slots, results))
+        return self._keep_early_hooks(call.current, EarlyHooks(early.pending, slots, results))
 
     def _hook_each(
         self,
@@ -351,7 +353,7 @@ class GradientTap(Tap):
 
         A hook on a leaf would outlive the pass.
         """
-        hook = self._hook_for(pass_of_gradients(call.current), pending, slot)
+        hook = self._make_hook(pass_of_gradients(call.current), pending, slot)
         aliases = call.aliases
         index = None if aliases is None else aliases.alias_index(tensor)
         if aliases is not None and index is not None:
@@ -432,7 +434,7 @@ class GradientTap(Tap):
             self._warn_late()
             return None
         if is_legacy_batched(grad):
-            return map_batch(partial(self.receive_gradient, current, pending, slot), grad)
+            return map_legacy_vmap(partial(self.receive_gradient, current, pending, slot), grad)
         self._count_arrival(pending)
         try:
             new = self.on.on_gradient(current, pending, slot, grad)

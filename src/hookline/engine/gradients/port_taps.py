@@ -53,7 +53,7 @@ class GradOutputTap(GraphGradientTap):
 
     def hook_output(self, module: nn.Module, output: Any, key: int) -> Any:
         """Do the work of `fire` for the call with this key."""
-        call = self._call(module)
+        call = self._count_call(module)
         if call is None:
             return None
         region = call.current.region
@@ -109,7 +109,7 @@ class GradInputTap(GraphGradientTap):
             self.trace(self.arguments.bind(module, args, kwargs))
             return new
         key = id(sys._getframe(1))
-        call = self._call(module, module_backward.input_gradients(key))
+        call = self._count_call(module, module_backward.input_gradients(key))
         if call is None:
             return None
         with outside_checkpoint(call.current.region):

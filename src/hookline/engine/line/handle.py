@@ -55,13 +55,13 @@ class CallHooks:
         # First, so that any hook of a tap that is still in place does nothing from here on.
         for tap in self.taps:
             tap.retire()
-        self.registrations.remove_entries(self._without_closers())
+        self.registrations.remove_entries(self._removable_entries())
         for attachment in self.attached:
             attachment.drop(self.taps)
         self.is_on = False
         self.taps, self.entries = [], []
 
-    def _without_closers(self) -> list[Entry]:
+    def _removable_entries(self) -> list[Entry]:
         """Return the entries that can be removed at once.
 
         In a running call, a hook that undoes another hook's work stays until that call ends.

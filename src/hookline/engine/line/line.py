@@ -17,12 +17,12 @@ from torch.jit import ScriptModule
 from torch.optim import Optimizer
 
 from hookline.display.text import type_and_line
-from hookline.engine.compile.graph_capture import Callback, InBlocks, SplitCallback
+from hookline.engine.compile.graph_capture import BlockwiseCallback, Callback, SplitCallback
 from hookline.engine.distributed.rendezvous import note_failure
 from hookline.engine.gradients.gradient_tap import GradientCallback
 from hookline.engine.gradients.port_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.line.attachment import Attachment, retry_interrupted
-from hookline.engine.line.compiled import Compiled, refuse_in_compiled
+from hookline.engine.line.compile_support import CompileSupport, refuse_in_compiled
 from hookline.engine.line.handle import CallHooks, HookHandle
 from hookline.engine.line.registration import Node, Registrations
 from hookline.engine.passes.checkpointing import forget_checkpoints, watch_checkpoints
@@ -50,7 +50,7 @@ from hookline.errors import AttachError, RanksError, UserLine, user_line, warn, 
 from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.util.hide_from_dir import hide_from_dir
 
-Bound = Callback | SplitCallback | InBlocks | Tap | GradientCallback
+Bound = Callback | SplitCallback | BlockwiseCallback | Tap | GradientCallback
 
 
 @final
@@ -131,7 +131,7 @@ class Line:
         self.fast_paths: FastPaths = FastPaths(
             self.module_tree, self.passes, self._registrations.place
         )
-        self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
+        self._compiled = CompileSupport(self.passes, self.root, self.taps, self._nodes)
         self.originals: Originals = Originals(
             name, self.root, self.module_tree, self.taps, self._nodes
         )
@@ -236,7 +236,7 @@ class Line:
             return kinds.get(site.port, ParameterTap)(
                 site, self.passes, bound, GRADIENT_ORDERS[rank]
             )
-        if isinstance(bound, InBlocks):
+        if isinstance(bound, BlockwiseCallback):
             tap = self._make_tap(site, bound.bound, rank)
             tap.takes_blocks = not site.leaf
             return tap

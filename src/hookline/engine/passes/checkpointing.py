@@ -216,12 +216,12 @@ def _changed_differently(first: Change, second: Change) -> bool:
     """
     if first.after is None or second.after is None:
         return first.after is not second.after
-    if not _match(first.before, second.before) or not all(
+    if not _have_same_shapes(first.before, second.before) or not all(
         torch.equal(old.nan_to_num(), now.nan_to_num())
         for old, now in zip(first.before, second.before, strict=True)
     ):
         return False
-    return not _match(first.after, second.after) or not all(
+    return not _have_same_shapes(first.after, second.after) or not all(
         torch.allclose(old, now, rtol=1e-3, atol=1e-12, equal_nan=True)
         for old, now in zip(first.after, second.after, strict=True)
     )
@@ -236,7 +236,7 @@ def _fingerprint(value: Any) -> list[Tensor]:
                 continue
             if not tensor.numel():
                 continue
-            flat = _real(tensor.detach()).reshape(-1)
+            flat = _as_summable(tensor.detach()).reshape(-1)
             step = max(1, flat.numel() // _N_SAMPLES)
             whole = flat[: step * (flat.numel() // step)].view(-1, step)
             wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
@@ -245,7 +245,7 @@ def _fingerprint(value: Any) -> list[Tensor]:
     return tensors
 
 
-def _real(tensor: Tensor) -> Tensor:
+def _as_summable(tensor: Tensor) -> Tensor:
     """Convert a tensor to numbers that can be summed."""
     if tensor.is_quantized:
         return tensor.dequantize()
@@ -255,7 +255,7 @@ def _real(tensor: Tensor) -> Tensor:
     return tensor.float() if is_narrow else tensor
 
 
-def _match(first: list[Tensor], second: list[Tensor]) -> bool:
+def _have_same_shapes(first: list[Tensor], second: list[Tensor]) -> bool:
     return [part.shape for part in first] == [part.shape for part in second]
 
 

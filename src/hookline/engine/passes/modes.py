@@ -100,7 +100,7 @@ def vmapped_gradient_text(name: str) -> str:
     )
 
 
-def map_batch(function: Callable[[Tensor], Tensor | None], example: Tensor) -> Tensor | None:
+def map_legacy_vmap(function: Callable[[Tensor], Tensor | None], example: Tensor) -> Tensor | None:
     """Call a function on an example of torch's older vmap, as `torch.vmap` calls functions.
 
     The older vmap lacks many operations, among them `detach`.

@@ -205,7 +205,7 @@ def _copy_to_fill(value: Any) -> Any:
     if is_dynamo_compiling() and dataclasses.is_dataclass(value):
         # A graph cannot hold copy.copy; all fields are filled later.
         return _with_attributes_of(value, object.__new__(type(value)))
-    new = _without_items(value) if _is_model_output(value) else copy.copy(value)
+    new = _empty_model_output(value) if _is_model_output(value) else copy.copy(value)
     if new is value:
         raise TypeError(f"{type(value).__name__} does not let itself be copied")
     # The copy of a subclass of deque lacks its attributes.
@@ -217,7 +217,7 @@ def _is_model_output(value: Any) -> bool:
     return isinstance(value, OrderedDict) and dataclasses.is_dataclass(value)
 
 
-def _without_items(value: OrderedDict[Any, Any]) -> Any:
+def _empty_model_output(value: OrderedDict[Any, Any]) -> Any:
     """Return a `ModelOutput` with the attributes of another, without its slow checks."""
     new = OrderedDict.__new__(type(value))
     new.__dict__.update(value.__dict__)

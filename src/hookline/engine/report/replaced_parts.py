@@ -34,7 +34,7 @@ from hookline.util.fork_safe_lock import fork_safe_lock
 Node = ModuleNode | ParameterNode
 
 
-class Lapse(NamedTuple):
+class Consequence(NamedTuple):
     """Name the consequence of a replacement for the work of a verb, as parts of a sentence.
 
     Attributes:
@@ -85,7 +85,7 @@ class Originals:
 
     Attributes:
         kinds: the kinds of the taps' nodes.
-        lapse: the consequence that a warning names.
+        consequence: the consequence that a warning names.
         told: the replacements that `warn_of_replaced` has warned of, by site.
     """
 
@@ -95,7 +95,7 @@ class Originals:
     _taps: list[Tap]
     _nodes: dict[int, Node]
     kinds: set[type] = field(default_factory=set)
-    lapse: Lapse = field(default_factory=Lapse)
+    consequence: Consequence = field(default_factory=Consequence)
     told: dict[Site, Replacement] = field(default_factory=dict)
     _core: nn.Module | None = field(init=False)
     _further: list[tuple[Site, Node]] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Originals:
         if self._n_linked == len(self._taps) and self._are_in_place():
             return
         with self._lock:
-            replacements = self._find()
+            replacements = self._find_replaced()
             self.told.update((replacement.site, replacement) for replacement in replacements)
         if replacements:
             warn(self._warning(replacements))
@@ -143,7 +143,9 @@ class Originals:
         if self._root is None:
             return self.told
         with self._lock:
-            return self.told | {replacement.site: replacement for replacement in self._find()}
+            return self.told | {
+                replacement.site: replacement for replacement in self._find_replaced()
+            }
 
     # -- the quick look ----------------------------------------------------------------------------
 
@@ -155,7 +157,10 @@ class Originals:
         if self._further or ParameterNode in self.kinds:
             return False
         parents = [node for node in tree.nodes if node.children]
-        return all(_holds(table_holder(node.module, "_modules"), node.children) for node in parents)
+        return all(
+            _holds_children(table_holder(node.module, "_modules"), node.children)
+            for node in parents
+        )
 
     def _are_in_place(self) -> bool:
         root = self._root  # another thread may end the line meanwhile
@@ -169,7 +174,7 @@ class Originals:
                 return False
         return all(starmap(_is_held, self._tensors)) or in_functional_call()
 
-    def _link(self, nodes: list[Node]) -> None:
+    def _note_places(self, nodes: list[Node]) -> None:
         """Note the places of the modules and parameters of some nodes."""
         above = {node.parent for node in nodes}
         waiting = list(above)
@@ -200,11 +205,11 @@ class Originals:
             if site not in self.told:
                 yield site, node
 
-    def _find(self) -> list[Replacement]:
+    def _find_replaced(self) -> list[Replacement]:
         """Find the sites that were replaced and not told yet."""
         root, n_taps = self._root, len(self._taps)
         if self._n_linked != n_taps:
-            self._link([*self._nodes.values(), *(node for _, node in self._further)])
+            self._note_places([*self._nodes.values(), *(node for _, node in self._further)])
             self._n_linked = n_taps
         if root is None or self._are_in_place():
             return []
@@ -221,7 +226,7 @@ class Originals:
         if not replacements:
             # The next look is quick again: it knows the wrappers and the other paths.
             self._core = unwrap(root)
-            self._link(nodes)
+            self._note_places(nodes)
         return replacements
 
     def _is_always_held(self, node: Node) -> bool:
@@ -238,7 +243,7 @@ class Originals:
         for (kind, event, is_gone), group in list(groups.items())[:3]:
             places = list(dict.fromkeys(new.path for new in group))
             many = len(places) > 1
-            text = self.lapse.gone if is_gone else self.lapse.moved
+            text = self.consequence.gone if is_gone else self.consequence.moved
             outcome = text.format(
                 sites=_listed([str(new.site) for new in group]),
                 now=_listed([str(new.now) for new in group]),
@@ -259,7 +264,7 @@ def _name_of(node: Node) -> str:
     return node.path.rpartition(".")[2]
 
 
-def _holds(attributes: dict[str, Any], children: tuple[nn.Module | None, ...]) -> bool:
+def _holds_children(attributes: dict[str, Any], children: tuple[nn.Module | None, ...]) -> bool:
     """Tell whether a module still holds the same children."""
     now = tuple(attributes["_modules"].values())
     return len(now) == len(children) and all(map(is_, now, children))

@@ -31,7 +31,7 @@ from hookline.engine.selection.module_tree import (
 )
 from hookline.engine.selection.operation_names import operation_names, refuse_exported
 from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse, paths_above
-from hookline.engine.selection.suggestions import Query, explain_no_match
+from hookline.engine.selection.suggestions import SelectorParts, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, lacks_forward, unwrap
 from hookline.errors import SelectionError
 from hookline.util.hide_from_dir import hide_from_dir
@@ -283,7 +283,7 @@ def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iter
 
 def _find(
     tree: ModuleTree, selector: Selector, ports: tuple[str, ...]
-) -> tuple[list[SitedNode], Query]:
+) -> tuple[list[SitedNode], SelectorParts]:
     """Find the sites that one selector matches, if any, and describe the selector for messages."""
     text = SiteText("", None, (), None)
     if isinstance(selector, Tensor):
@@ -309,7 +309,7 @@ def _find(
         tensors = _match_tensors(tree, selector, text, matched)
         places += [(_gradient_site(node, text), node) for node in tensors]
     works = functools.partial(_matches_anything, tree, ports)
-    return places, Query(selector, text, matched, wanted_ports, works)
+    return places, SelectorParts(selector, text, matched, wanted_ports, works)
 
 
 def _matches_anything(

@@ -23,7 +23,7 @@ _MOST_CLOSE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class SelectorParts:
     """A selector that matched nothing, in parts.
 
     Args:
@@ -52,11 +52,11 @@ class Query:
         return [candidate for candidate in candidates if self.works(candidate)]
 
 
-def explain_no_match(tree: ModuleTree, query: Query) -> str:
+def explain_no_match(tree: ModuleTree, query: SelectorParts) -> str:
     """Return the message for a selector that matches nothing, or nothing with a wanted port."""
     selector = query.selector
     if query.matched:
-        return _without_port(query)
+        return _explain_missing_port(query)
     if isinstance(selector, Tensor):
         return (
             f"a tensor as a selector must be a parameter of {tree.name}, got {in_words(selector)}"
@@ -76,10 +76,10 @@ def explain_no_match(tree: ModuleTree, query: Query) -> str:
         full = {kind: f"{kind.__module__}.{kind.__qualname__}" for kind in types}
         kinds = sorted(full[k] if k.__name__ == name else k.__name__ for k in types)
         message += f" Its types: {', '.join(kinds[:12])}{', …' if len(kinds) > 12 else ''}."
-    return f"{message}\n{_inventory(query, nodes, noun)}"
+    return f"{message}\n{_list_names(query, nodes, noun)}"
 
 
-def _without_port(query: Query) -> str:
+def _explain_missing_port(query: SelectorParts) -> str:
     """Say why a matched module has no value at a wanted port."""
     node, kind = query.matched[0], query.matched[0].type_name
     path = path_text(node.path)
@@ -103,7 +103,7 @@ def _without_port(query: Query) -> str:
     return f"nothing flows through {path!r}: {kind} only holds {noun} and has no forward.\n{advice}"
 
 
-def _inventory(query: Query, nodes: list[Any], noun: str) -> str:
+def _list_names(query: SelectorParts, nodes: list[Any], noun: str) -> str:
     """List the model's first modules, parameters or tensors."""
     paths = [path for node in nodes for path in node.paths if path]
     if not nodes and noun == "parameter":
@@ -120,7 +120,7 @@ def _inventory(query: Query, nodes: list[Any], noun: str) -> str:
     return f"Its {plural(n_named, noun)} begin{'s' if n_named == 1 else ''}: {first}."
 
 
-def _suggestion(tree: ModuleTree, query: Query, nodes: list[Any]) -> str:
+def _suggestion(tree: ModuleTree, query: SelectorParts, nodes: list[Any]) -> str:
     name, rest = query.text.path, query.rest
     paths = [path for node in nodes for path in node.paths if path]
     if deeper := query.working(f"**.{name}{rest}"):
@@ -141,7 +141,7 @@ def _suggestion(tree: ModuleTree, query: Query, nodes: list[Any]) -> str:
     return helpful or _suggest_close(query, paths)
 
 
-def _suggest_deeper(tree: ModuleTree, query: Query) -> str | None:
+def _suggest_deeper(tree: ModuleTree, query: SelectorParts) -> str | None:
     """Propose a selector for a name that follows the path of a module."""
     above, _, last = query.text.path.rpartition(".")
     deeper = query.working(f"{above}.**.{last}{query.rest}") if above else []
@@ -151,7 +151,7 @@ def _suggest_deeper(tree: ModuleTree, query: Query) -> str | None:
     return None if part is None else f" Part of an output is written {part!r}."
 
 
-def _suggest_inside(query: Query, paths: list[str]) -> str | None:
+def _suggest_inside(query: SelectorParts, paths: list[str]) -> str | None:
     """Propose the parts of the modules in which the last name of the path was looked for."""
     above, _, last = query.text.path.rpartition(".")
     for holder in (above, f"**.{above}") if above.strip("*.") else ():
@@ -171,14 +171,14 @@ def _suggest_inside(query: Query, paths: list[str]) -> str | None:
     return None
 
 
-def _suggest_close(query: Query, paths: list[str]) -> str:
+def _suggest_close(query: SelectorParts, paths: list[str]) -> str:
     """Propose the paths that are closest to the given path."""
     near = difflib.get_close_matches(query.text.path, paths, n=2 * _MOST_CLOSE, cutoff=0.5)
     close = query.working(*(f"{path}{query.rest}" for path in near))[:_MOST_CLOSE]
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
-def _suggest_output_part(tree: ModuleTree, query: Query) -> str | None:
+def _suggest_output_part(tree: ModuleTree, query: SelectorParts) -> str | None:
     """Propose a part of the output of `block` for a path such as `block.logits`."""
     above, dot, name = query.text.path.rpartition(".")
     holder = "" if above == ROOT else above
@@ -190,7 +190,7 @@ def _suggest_output_part(tree: ModuleTree, query: Query) -> str | None:
     return next(iter(query.working(f"{path_text(holder)}:output.{name}")), None)
 
 
-def _suggest_source(tree: ModuleTree, query: Query) -> str | None:
+def _suggest_source(tree: ModuleTree, query: SelectorParts) -> str | None:
     """Propose the parameters from which a module computes the requested weight."""
     above, _, name = query.text.path.rpartition(".")
     node = tree.by_path.get(above)
@@ -218,7 +218,7 @@ def _suggest_source(tree: ModuleTree, query: Query) -> str | None:
     return None
 
 
-def _gradients(query: Query, paths: list[str]) -> str:
+def _gradients(query: SelectorParts, paths: list[str]) -> str:
     return ", ".join(map(repr, query.working(*(f"{path}:grad" for path in paths))))
 
 

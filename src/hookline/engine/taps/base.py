@@ -182,13 +182,13 @@ class Tap(HookOwner):
         self.change: Callback = callback
         self.callback: Callback = callback
         if (site.leaf or site.call is not None) and not site.is_gradient:
-            self._narrow(callback, site)  # gradients already arrive by leaf and by call
+            self._restrict(callback, site)  # gradients already arrive by leaf and by call
         self.halves: SplitCallback | None = None
         # The capture in compiled code; None until code may be compiled.
         self.traced: GraphCapture | None = None
         self.active: GraphCapture | None = None  # the capture, while compiled code should use it
 
-    def _narrow(self, callback: Callback, site: Site) -> None:
+    def _restrict(self, callback: Callback, site: Site) -> None:
         """Restrict the callback to one leaf of the value, or to one call of the module."""
         if site.leaf:
             self.change = self.callback = callback = _at_leaf(callback, site)

@@ -130,7 +130,7 @@ class FastPaths:
             kinds = self._tree.kinds
             self._may_fuse = any(issubclass(kind, nn.TransformerEncoderLayer) for kind in kinds)
         for node in nodes if self._may_fuse else ():
-            for layer in self._around(node, nn.TransformerEncoderLayer):
+            for layer in self._layers_around(node, nn.TransformerEncoderLayer):
                 self._watch(layer)
             if isinstance(node, OperationNode):
                 self.keep_padded(node.host)
@@ -140,10 +140,10 @@ class FastPaths:
 
     def keep_padded(self, node: ModuleNode) -> None:
         """Have the encoders around a module nest no tensors, on which operations take no hooks."""
-        for encoder in self._around(node, nn.TransformerEncoder):
+        for encoder in self._layers_around(node, nn.TransformerEncoder):
             self._watch(encoder)
 
-    def _around(self, node: ModuleNode, kind: type[nn.Module]) -> Iterator[ModuleNode]:
+    def _layers_around(self, node: ModuleNode, kind: type[nn.Module]) -> Iterator[ModuleNode]:
         """Yield the modules of a class that contain, or are, a module, at any of its paths."""
         for path in (node.host if isinstance(node, OperationNode) else node).paths:
             nodes = map(self._tree.by_path.get, [path, *paths_above(path)])

@@ -15,7 +15,7 @@ from typing import NoReturn, final
 
 from torch import Tensor, nn
 
-from hookline.engine import Everywhere, Lapse
+from hookline.engine import Consequence, Everywhere
 from hookline.verbs.attach.on_optimizers_and_states import EventHooks
 from hookline.verbs.attach.on_tensors import TensorHooks
 
@@ -117,10 +117,10 @@ def attach(
         AttachError: `model` is none of these, or torch calls no hooks on it.
     """
     line = RawLine(model, every_thread=every_thread)
-    line.originals.lapse = _LAPSE
+    line.originals.consequence = _CONSEQUENCE
     return line
 
 
-_LAPSE = Lapse(
+_CONSEQUENCE = Consequence(
     "the hooks at {sites} are on the old {kind}", "the hooks at {sites} are at {now} now"
 )

@@ -14,7 +14,7 @@ from torch import nn
 
 from hookline.display.text import plural
 from hookline.engine import (
-    Lapse,
+    Consequence,
     Line,
     ModuleNode,
     Report,
@@ -156,7 +156,9 @@ def _bad_weight(
     return None
 
 
-_LAPSE = Lapse("the checks of {sites} no longer happen", "the checks of {sites} are at {now} now")
+_CONSEQUENCE = Consequence(
+    "the checks of {sites} no longer happen", "the checks of {sites} are at {now} now"
+)
 
 
 def check(
@@ -228,7 +230,7 @@ def check(
     line = Line(model, name="check", every_thread=every_thread)
     line.options.lenient = True
     line.options.quiet = True
-    line.originals.lapse = _LAPSE
+    line.originals.consequence = _CONSEQUENCE
     checking = CheckLine(line, model, folder, habits)
     checking.start()
     return checking

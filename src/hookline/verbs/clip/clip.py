@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_
 
 from hookline.engine import (
+    Consequence,
     GradientCallback,
-    Lapse,
     Order,
     Pass,
     PendingGradient,
@@ -223,7 +223,9 @@ def _wrong_argument_message(name: str) -> str:
     return f"hl.clip has no {name}=.\nGive {advice}."
 
 
-_LAPSE = Lapse("the clip of {sites} no longer happens", "the clip of {sites} is at {now} now")
+_CONSEQUENCE = Consequence(
+    "the clip of {sites} no longer happens", "the clip of {sites} is at {now} now"
+)
 
 
 def clip(
@@ -314,7 +316,7 @@ def clip(
         )
     line = RawLine(model, name="clip", every_thread=every_thread)
     line.options.lenient = selector is None
-    line.originals.lapse = _LAPSE
+    line.originals.consequence = _CONSEQUENCE
     selection = line.select(selector, check_ports(ports))
     for site in selection:
         if not site.is_gradient:

@@ -13,8 +13,8 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import (
     Bound,
     Callback,
+    Consequence,
     GradientCallback,
-    Lapse,
     Line,
     Order,
     Pass,
@@ -129,7 +129,7 @@ def edit(
         indices("at", at, allows_negative=True), indices("steps", steps, allows_negative=False)
     )
     line.options.lenient = any(which is None for which, _ in changes)
-    line.originals.lapse = _LAPSE
+    line.originals.consequence = _CONSEQUENCE
     selected = [(line.select(which, ports_for(model, ports)), edit) for which, edit in changes]
     if places.is_limited:
         _refuse_parameters(selection for selection, _ in selected)
@@ -144,7 +144,9 @@ def edit(
     return line
 
 
-_LAPSE = Lapse("the edit of {sites} no longer happens", "the edit of {sites} is at {now} now")
+_CONSEQUENCE = Consequence(
+    "the edit of {sites} no longer happens", "the edit of {sites} is at {now} now"
+)
 
 
 def _changes(selector: Selector, change: Any) -> list[tuple[Selector, Callable[[Any], Any]]]:

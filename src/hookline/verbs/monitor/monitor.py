@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from hookline.curves import Curves
 from hookline.engine import (
+    Consequence,
     HookSpec,
-    Lapse,
     Order,
     Report,
     Selector,
@@ -260,7 +260,7 @@ def monitor(
     every, statistics = checked_every(every), checked_statistics(stats)
     line = EverywhereHooks(model, name="monitor", every_thread=every_thread, lenient=True)
     line.options.quiet = True
-    line.originals.lapse = _LAPSE
+    line.originals.consequence = _CONSEQUENCE
     try:
         sites = choose_sites(line, selector, ports)
         slots = Slots(statistics, len(sites.modules))
@@ -270,7 +270,7 @@ def monitor(
         raise
 
 
-_LAPSE = Lapse("the curves of {sites} end", "the curves of {sites} are of {now}")
+_CONSEQUENCE = Consequence("the curves of {sites} end", "the curves of {sites} are of {now}")
 
 
 def _attach(

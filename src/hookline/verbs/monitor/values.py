@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
+    BlockwiseCallback,
     Bound,
     GradientCallback,
     GradInputTap,
     GradOutputTap,
-    InBlocks,
     Order,
     Pass,
     Passes,
@@ -61,7 +61,7 @@ class ValueSites:
             tap = _MeasuringGradOutputTap if site.port == "grad_output" else _MeasuringGradInputTap
             return tap(site, self._passes, measure, Order.GRAD_RECORD)
         halves = SplitCallback(_measurer(at, self._slots), self._inside, _merger(at, self._slots))
-        return InBlocks(halves) if self._takes_blocks and site.port == "output" else halves
+        return BlockwiseCallback(halves) if self._takes_blocks and site.port == "output" else halves
 
 
 @final

@@ -14,10 +14,10 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
     LINE,
+    BlockwiseCallback,
     Bound,
     Callback,
     CompiledRun,
-    InBlocks,
     Line,
     Order,
     OutputTap,
@@ -297,7 +297,7 @@ class _Recorder:
             bound = SplitCallback(
                 callback, self._in_graph, _keeping_callback(number, self._of_graph, site)
             )
-        return InBlocks(bound) if self._takes_blocks else bound
+        return BlockwiseCallback(bound) if self._takes_blocks else bound
 
     def _keep_gradient(self, number: int, node: Any) -> KeepGradient:
         parameter = getattr(node, "tensor", None)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hookline.display.results import fold_line
 from hookline.display.text import listed, torch_name, type_and_line
 from hookline.engine import (
+    BlockwiseCallback,
     GradientCallback,
-    InBlocks,
     Line,
     ModuleNode,
     Order,
@@ -101,9 +101,11 @@ class Watch(FinalizingLine[Line]):
             if site.is_gradient:
                 return _GradientPrinter(printer, site, label_width, optional)
             if site.port == "input":
-                return InBlocks(SplitCallback(printer.note_inputs, _keep_nothing, _print_nothing))
+                return BlockwiseCallback(
+                    SplitCallback(printer.note_inputs, _keep_nothing, _print_nothing)
+                )
             compiled = printer.compiled_output_printer(site, label_width)
-            return InBlocks(
+            return BlockwiseCallback(
                 SplitCallback(printer.output_printer(site, label_width), snapshot, compiled)
             )
 

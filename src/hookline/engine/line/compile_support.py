@@ -42,7 +42,7 @@ from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.util.weak_map import WeakIdentityMap
 
 # Models that contain compiled code without a border.
-_with_gaps: WeakIdentityMap[bool] = WeakIdentityMap()
+_models_without_border: WeakIdentityMap[bool] = WeakIdentityMap()
 
 
 @final
@@ -79,7 +79,7 @@ class _Border:
         "_subscription",
     )  # fmt: skip
 
-    def __init__(self, line: Compiled, passes: Passes, root: nn.Module) -> None:
+    def __init__(self, line: CompileSupport, passes: Passes, root: nn.Module) -> None:
         self._line = line
         self._passes = passes
         self._root: nn.Module | None = root
@@ -168,7 +168,7 @@ class _Border:
 
 @final
 @dataclass(slots=True, eq=False)
-class Compiled(Attachment):
+class CompileSupport(Attachment):
     """The state of one line in torch.compile, from when dynamo is loaded until the line ends.
 
     Args:
@@ -303,17 +303,17 @@ class Compiled(Attachment):
             for module in self._marks.renew():
                 if module is self._root:
                     raise AttachError(stale_forward_text(module))
-        if self._root in _with_gaps:
-            self._open_gap(current)
+        if self._root in _models_without_border:
+            self._switch_on_for_pass(current)
 
-    def _open_gap(self, current: Pass) -> None:
+    def _switch_on_for_pass(self, current: Pass) -> None:
         """Let compiled code without a border use the taps, until the pass ends."""
         settings = DynamoSettings()
         gap = settings, self._run.switch_taps(self._taps, current)
-        current.at_end.insert(0, partial(self._close_gap, *gap))  # called last
+        current.at_end.insert(0, partial(self._switch_off_after_pass, *gap))  # called last
         settings.begin()
 
-    def _close_gap(self, settings: DynamoSettings, before: ActiveTaps) -> None:
+    def _switch_off_after_pass(self, settings: DynamoSettings, before: ActiveTaps) -> None:
         settings.end()
         is_inside = self.border is not None and self.border.is_crossed
         self._run.switch_taps(*(before if is_inside else ([], None)))
@@ -341,8 +341,8 @@ class Compiled(Attachment):
         if self.border is not None:
             self.border.watch_compiled()
         if self._root is not None:
-            _with_gaps[self._root] = True
-        self._open_gap(current)
+            _models_without_border[self._root] = True
+        self._switch_on_for_pass(current)
 
     def owner_of(self, tap: Tap) -> int:
         """Return the id of the module that a tap is on; 0 if the tap is on no module."""

@@ -18,8 +18,8 @@ from torch._dynamo.utils import counters
 import hookline as hl
 from hookline.engine.compile.compiled_modules import RunSubscription
 from hookline.engine.compile.compiler_errors import explain_error
-from hookline.engine.line import compiled as module
-from hookline.engine.line.compiled import stale_forward_text
+from hookline.engine.line import compile_support as module
+from hookline.engine.line.compile_support import stale_forward_text
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import Tap
 from meeting import Meanwhile, ToldLock
