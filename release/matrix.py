@@ -46,7 +46,7 @@ SELECTIONS = (
     (QUICK, "tests/engine", "tests/regimes", "tests/recordings", "tests/verbs/record",
      "tests/verbs/edit", "tests/verbs/attach", "tests/verbs/check", "tests/test_kept_folders.py"),
     (COMPILED, "tests/engine/operations", "tests/engine/torch_private", "tests/engine/report",
-     "tests/engine/pytree", "tests/engine/line/test_compiled.py",
+     "tests/engine/pytree", "tests/engine/line/test_compile_support.py",
      "tests/regimes/test_compile_structures.py", "tests/verbs/edit/test_in_graph.py",
      "tests/verbs/check/test_planted.py"),
 )  # fmt: skip

@@ -68,15 +68,15 @@ _RANKS = (
 )  # fmt: skip
 _EXTRACT = "verbs/extract/test_distributed.py"
 _OTHERS = ("test_distributed_alone.py", _EXTRACT)
-_COMPILED = ("test_compile_edits.py", "engine/line/test_compiled.py")
+_COMPILED = ("test_compile_edits.py", "engine/line/test_compile_support.py")
 
 # The files whose code runs in processes of the tests, is traced into graphs or is a profiling
 # function, and these tests. Tests without a folder are in tests/regimes.
 TESTS_OF = {
     "engine/torch_private/distributed": (*_DISTRIBUTED, *_RANKS, *_OTHERS),
     "engine/compile/compiled_modules": _COMPILED,
-    "engine/compile/graph_callback": _COMPILED,
-    "engine/gradients/in_graph": _COMPILED,
+    "engine/compile/graph_capture": _COMPILED,
+    "engine/gradients/compiled_tap": _COMPILED,
     "engine/gradients/port_taps": _DISTRIBUTED,
     "engine/operations/call_list": ("verbs/test_operations.py",),
     "curves/findings": ("findings/test_trainings.py",),

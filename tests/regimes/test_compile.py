@@ -1,6 +1,6 @@
 """torch.compile: what a line does at the border of compiled code, and what graphs cannot hold.
 
-`tests/engine/line/test_compiled.py` holds what goes on inside of one graph.
+`tests/engine/line/test_compile_support.py` holds what goes on inside of one graph.
 """
 
 from __future__ import annotations

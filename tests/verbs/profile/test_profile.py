@@ -371,7 +371,7 @@ def test_garbage_collection_is_no_time_of_a_module(hand):
 
 
 def test_copies_of_inputs_take_no_time_of_collections(hand, monkeypatch):
-    copied = FakeModel.copied
+    copied = FakeModel.copy_inputs
 
     def copied_slowly(*args):
         hand.seconds += 5
@@ -381,7 +381,7 @@ def test_copies_of_inputs_take_no_time_of_collections(hand, monkeypatch):
     def collect_slowly(phase, info):
         hand.seconds += 500 * (phase == "start")
 
-    monkeypatch.setattr(FakeModel, "copied", copied_slowly)
+    monkeypatch.setattr(FakeModel, "copy_inputs", copied_slowly)
     model = model_of(hand)
     with hl.profile(model) as prof:
         gc.callbacks.append(collect_slowly)
