@@ -91,7 +91,9 @@ class BackwardChecks:
         self._at_start = _GradientSnapshot(self._weights)
         selection = Selection(line.module_tree, gradients)
         line.attach_taps(selection, lambda site: _RootGradient(self), Order.RECORD)
-        steps = OptimizerSteps(lambda _: self._passes.sees_backward(), self.check_at_step, _do_nothing)
+        steps = OptimizerSteps(
+            lambda _: self._passes.sees_backward(), self.check_at_step, _do_nothing
+        )
         registrations.register_everywhere("step_pre", steps.before)
         registrations.register_everywhere("backward", self.backward_begins)
 

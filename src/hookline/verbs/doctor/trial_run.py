@@ -175,7 +175,9 @@ def _run(
         with restore_after_run(model), line:
             line.attach_taps(selection, _bind_no_op, Order.RECORD)
             if len(forward_selection):
-                line.attach_taps(forward_selection, lambda site: _noting_callback(site, run), Order.RECORD)
+                line.attach_taps(
+                    forward_selection, lambda site: _noting_callback(site, run), Order.RECORD
+                )
             _run_forward_backward(model, inputs, line, run)
             run.overwritten = {key for key, value in run.values.items() if value.is_overwritten}
             _count_fired(line, run)
