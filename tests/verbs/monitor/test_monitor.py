@@ -109,6 +109,19 @@ def test_weights_gradients_and_updates_are_those_of_the_step():
         assert seen[f"{name}:update"].ratio[1] == pytest.approx(ratio.item(), rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_weight_that_an_optimizer_has_twice_is_measured_once():
+    model = net()
+    optimizer = sgd([*model.parameters(), model[0].weight])
+    with hl.monitor(model, ports=("value", "grad", "update")) as seen:
+        train(model, optimizer, 1)
+        before = model[0].weight.detach().clone()
+        train(model, optimizer, 1)
+    assert seen["0.weight:update"].results[1] == moments_of(model[0].weight - before)
+    for port in ("value", "grad", "update"):
+        assert {result.count for result in seen[f"0.weight:{port}"].results} == {before.numel()}
+
+
 @pytest.mark.parametrize("frozen", ["0", "2"])
 def test_frozen_weights_have_values_at_each_step(frozen):
     model = net()

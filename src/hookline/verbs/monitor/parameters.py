@@ -74,8 +74,8 @@ class Parameters:
         return len(self._known)
 
     def held_by(self, optimizer: Optimizer) -> list[_Parameter]:
-        """Return the parameters that an optimizer holds."""
-        return list(filter(None, map(self._known.get, parameter_ids(optimizer))))
+        """Return the parameters that an optimizer holds, each once."""
+        return list(filter(None, map(self._known.get, dict.fromkeys(parameter_ids(optimizer)))))
 
     @torch.no_grad()
     def measure_before(self, optimizer: Optimizer, *, has_grads: bool) -> None:
