@@ -29,3 +29,22 @@ def test_many_differences_are_those_of_sub():
 def test_no_tensors_are_no_error():
     copy_all([], [])
     subtract_from_all([], [])
+
+
+class WithoutLists(torch.Tensor):
+    """A subclass that does not know calls with lists."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if "foreach" in function.__name__:
+            raise NotImplementedError
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_subclasses_need_not_know_calls_with_lists():
+    afters = [torch.ones(2).as_subclass(WithoutLists), torch.ones(3)]
+    befores = [torch.zeros(2).as_subclass(WithoutLists), torch.zeros(3)]
+    subtract_from_all(afters, befores)
+    assert all(map(torch.equal, befores, afters))
+    copy_all(afters, [torch.zeros(2).as_subclass(WithoutLists), torch.zeros(3)])
+    assert not any(after.any() for after in afters)

@@ -8,17 +8,28 @@ from torch import Tensor
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Write tensors to others of their shapes."""
-    if targets:
+    if _are_plain(targets):
         torch._foreach_copy_(targets, sources)
+    else:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
 def subtract_from_all(minuends: list[Tensor], tensors: list[Tensor]) -> None:
     """Write `minuend - tensor` to each tensor, as `torch.sub` rounds it."""
-    if tensors:
+    if _are_plain(tensors):
         torch._foreach_neg_(tensors)
         torch._foreach_add_(tensors, minuends)
+    else:
+        for minuend, tensor in zip(minuends, tensors, strict=True):
+            torch.sub(minuend, tensor, out=tensor)
 
 
 def l1_norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the sum of the magnitudes of each tensor of at most 32 bits, in float32."""
     return list(torch._foreach_norm(tensors, 1, dtype=torch.float32)) if tensors else []
+
+
+def _are_plain(tensors: list[Tensor]) -> bool:
+    """Tell whether there are tensors, of no subclass: it may not know calls with lists."""
+    return bool(tensors) and all(type(tensor) is Tensor for tensor in tensors)
