@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 from by_torch import assert_gradients_are_torchs
 from counted_operations import CountedOperations
+from hookline.engine import Site
+from hookline.verbs.monitor.slots import Slots
 from zoo import SmallNet
 
 pytestmark = [
@@ -380,6 +382,23 @@ def test_many_tensors_have_the_moments_of_each_alone(dtype):
     for slots, tensor in zip(moments.measure_many(tensors), tensors, strict=True):
         expected = moments.update(moments.start(tensor), tensor)
         torch.testing.assert_close(slots, expected, rtol=1e-11, atol=1e-9)
+
+
+def test_nothing_waits_for_the_device_where_many_are_measured():
+    moments = hl.stats.moments(compile=False)
+    tensors = [torch.randn(size, device=GPU) for size in (1, 77, 5000)]  # of a layout that is new
+    assert synchronisations(lambda: moments.measure_many(tensors)) == []
+
+
+def test_values_on_another_stream_are_measured_there():
+    slots = Slots((hl.stats.moments(),), 2)
+    first, second = (slots.site(Site(name), (n, 0)) for n, name in enumerate("ab"))
+    first.add(torch.ones(7, device=GPU))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        second.add(torch.ones(5, device=GPU))
+        assert [site is first for site, _ in slots._waiting] == [True]
+        assert [int(site.take()[0][0]) for site in (first, second)] == [7, 5]
 
 
 def test_a_monitored_step_on_a_gpu_takes_few_operations():

@@ -64,3 +64,16 @@ def test_autocast_changes_no_moment(dtype):
     tensors = [torch.rand(50), torch.rand(3)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert_as_alone([tensor.to(dtype) for tensor in tensors])
+
+
+def test_the_layouts_of_many_batches_in_turn_are_kept():
+    tensor = torch.ones(3)
+
+    def count():
+        with CountedOperations() as counted:
+            for n_tensors in range(1, 31):
+                batched_moments([tensor] * n_tensors)
+        return counted.count
+
+    count()
+    assert count() == 30 * operations(1)

@@ -33,6 +33,26 @@ def batched_moments(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [slots for batch in _batches(tensors) for slots in _measure(batch).unbind()]
 
 
+def is_on_default_stream(device: torch.device) -> bool:
+    """Tell whether what is called now runs on the device after all that was called before.
+
+    On another CUDA stream it need not, and a CUDA graph may be captured, where nothing runs.
+    """
+    return device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == 0
+
+
+def await_default_stream(tensors: Sequence[Tensor]) -> None:
+    """Have the current streams wait for tensors that were made on the default ones."""
+    for device in {tensor.device for tensor in tensors}:
+        if is_on_default_stream(device):
+            continue
+        stream = torch.cuda.current_stream(device)
+        stream.wait_stream(torch.cuda.default_stream(device))
+        for tensor in tensors:
+            if tensor.device == device:
+                tensor.record_stream(stream)  # its memory is not reused before
+
+
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the tensors in turn, as many as fit into one matrix."""
     batch: list[Tensor] = []
@@ -82,9 +102,11 @@ def _n_rows(numel: int) -> int:
     return -(-numel // _ROW_NUMEL)
 
 
-@functools.lru_cache(8)  # the weights, gradients and updates of a model have the same
+@functools.lru_cache(64)  # the weights, gradients and updates of a model have the same
 def _layout(numels: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return of each tensor how many rows it has, its elements as a column, and its paddings."""
-    columns = [map(_n_rows, numels), numels, (-numel % _ROW_NUMEL for numel in numels)]
-    n_rows, counts, paddings = (torch.tensor(list(column), device=device) for column in columns)
+    columns = [list(map(_n_rows, numels)), numels, [-numel % _ROW_NUMEL for numel in numels]]
+    is_pinned = device.type == "cuda"  # a copy from other memory would wait for the device
+    host = torch.tensor(columns, device="cpu", pin_memory=is_pinned)
+    n_rows, counts, paddings = host.to(device, non_blocking=is_pinned).unbind()
     return n_rows, counts.to(torch.float64)[:, None], paddings

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hookline.engine import is_plain_eager, is_wrapped
 from hookline.errors import InputError
-from hookline.statistics.batched_moments import MOST_NUMEL, batched_moments
+from hookline.statistics.batched_moments import MOST_NUMEL, batched_moments, is_on_default_stream
 from hookline.statistics.c_functions import CompileMeter, NativeMoments, compile_moments
 from hookline.statistics.compiled_reduction import LONGEST, CompiledReduction, Reduction
 from hookline.statistics.flat_numbers import (
@@ -139,7 +139,8 @@ class MomentsStatistic:
             The slots of each tensor; None where the tensors must be measured one by one.
         """
         if is_plain_eager() and tensors and all(map(may_share_a_batch, tensors)):
-            return self._measure_on_gpus(tensors)
+            are_in_turn = all(map(is_on_default_stream, {tensor.device for tensor in tensors}))
+            return self._measure_on_gpus(tensors) if are_in_turn else None
         if not is_plain_eager() or not all(map(_suits_numpy, tensors)):
             return None
         native = self._meter.native(sum(map(Tensor.numel, tensors)))

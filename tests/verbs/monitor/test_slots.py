@@ -103,6 +103,18 @@ def test_values_do_not_wait_for_more_than_is_kept(monkeypatch):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_values_on_another_stream_do_not_wait(monkeypatch):
+    for place in (module, moments_statistic):
+        monkeypatch.setattr(place, "is_on_default_stream", lambda device: False)
+    slots = Slots((hl.stats.moments(),), 1)
+    site = slots.site(Site("fc"), (0, 0))
+    site.add(torch.ones(4))
+    assert not slots._waiting
+    assert hl.stats.moments().measure_many([torch.ones(4, dtype=torch.float16)]) is None
+    assert take(site)[0] == 4
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_values_apart_wait_apart():
     slots = Slots((hl.stats.moments(),), 1)
     site = slots.site(Site("fc"), (0, 0))

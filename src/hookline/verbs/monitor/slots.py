@@ -20,7 +20,11 @@ from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import HooklineWarning, warn
 from hookline.statistics import Statistic
-from hookline.statistics.batched_moments import MOST_NUMEL
+from hookline.statistics.batched_moments import (
+    MOST_NUMEL,
+    await_default_stream,
+    is_on_default_stream,
+)
 from hookline.statistics.moments_statistic import MomentsStatistic, may_share_a_batch
 from hookline.util.fork_safe_lock import fork_safe_lock
 
@@ -393,7 +397,8 @@ class Slots:
         There the operations for one value take longer than a copy, and as long as those for many.
         """
         is_alone = len(self.statistics) == 1 and isinstance(self.statistics[0], MomentsStatistic)
-        return is_alone and value.numel() <= MOST_NUMEL and may_share_a_batch(value)
+        is_small = value.numel() <= MOST_NUMEL and may_share_a_batch(value)
+        return is_alone and is_small and is_on_default_stream(value.device)
 
     def wait(self, site: SiteSlots, value: Tensor) -> None:
         """Copy the value of a site, because code may write to it, and measure it later."""
@@ -406,7 +411,9 @@ class Slots:
         """Measure the values that wait."""
         with self.lock:
             waiting, self._waiting, self._n_waiting = self._waiting, [], 0
-            slots: list[Any] = self._measure_many([copy for _, copy in waiting])
+            copies = [copy for _, copy in waiting]
+            await_default_stream(copies)
+            slots: list[Any] = self._measure_many(copies)
             for (site, copy), part in zip(waiting, slots or [None] * len(waiting), strict=True):
                 site.measured(part, copy)
 
