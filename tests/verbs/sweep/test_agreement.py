@@ -50,6 +50,16 @@ def test_a_masked_class_allows_the_others_nothing(dtype, masked):
     assert not outputs_agree(other, plain, base)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_agrees_with_no_number(bad):
+    assert not outputs_agree(torch.full_like(LOGITS, bad), MOVED, LOGITS)
+    assert not outputs_agree(MOVED, torch.full_like(LOGITS, bad), LOGITS)
+    masked, other = MOVED.clone(), 2 * MOVED
+    masked[0, 0] = other[0, 0] = bad  # by the change, which allows the other classes nothing
+    assert outputs_agree(masked.clone(), masked, LOGITS)
+    assert not outputs_agree(other, masked, LOGITS)
+
+
 def test_one_vector_of_many_that_differs_is_noticed():
     base, plain = torch.ones(1000, 4), torch.ones(1000, 4)
     plain[7] = torch.tensor([2.0, 1.0, 3.0, 1.0])

@@ -70,12 +70,13 @@ def _floating_tensors(output: Any) -> dict[Any, Tensor]:
 
 def _tensors_agree(output: Tensor, plain: Tensor, base: Tensor) -> bool:
     """Compare each vector along the last dimension by itself: a change often moves a few alone."""
-    error = tolerance(output.dtype)
+    error, most = tolerance(output.dtype), torch.finfo(output.dtype).max
     dtype = torch.promote_types(output.dtype, torch.float32)
     output, plain, base = (
-        t.to(dtype)[None] if not t.dim() else t.to(dtype) for t in (output, plain, base)
+        (t if t.dim() else t[None]).to(dtype).clamp(-most, most) for t in (output, plain, base)
     )
     gap, effect = _gap(output, plain), torch.maximum(_gap(output, base), _gap(plain, base))
+    effect = effect.masked_fill(effect.isinf() & (gap == 0), 0)  # NaN allows nothing beside it
     varies = effect > 0
     size = torch.maximum(plain.abs(), base.abs())
     usual = size.where(varies, math.nan).nanmedian(-1, keepdim=True).values
@@ -84,11 +85,11 @@ def _tensors_agree(output: Tensor, plain: Tensor, base: Tensor) -> bool:
     gaps, effects = (
         ((part / scale).where(varies, 0).square().sum(-1) / n).sqrt() for part in (gap, effect)
     )
-    return bool((gaps <= _PART * effects + error).all())
+    return bool(((gaps < math.inf) & (gaps <= _PART * effects + error)).all())
 
 
 def _gap(a: Tensor, b: Tensor) -> Tensor:
-    """Return how far the elements of two tensors lie apart; equal ones may be infinite or NaN."""
+    """Return how far the elements of two tensors lie apart, infinitely if one of them is NaN."""
     are_same = (a == b) | (a.isnan() & b.isnan())
     return (a - b).abs().masked_fill(are_same, 0).nan_to_num(math.inf, posinf=math.inf)
 
