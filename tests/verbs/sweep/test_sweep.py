@@ -628,9 +628,9 @@ def test_rows_that_see_those_alike_have_forwards_of_their_own():
         assert any("own forward" in note for note in sweep.notes)
 
 
-def chain():
+def chain(seed=0):
     """Blocks in a row, whose outputs are all that is handed on."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     block = lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh())  # noqa: E731
     return nn.Sequential(nn.Linear(4, 6), block(), block(), nn.Linear(6, 2)).eval()
 
@@ -656,14 +656,21 @@ def test_changes_at_several_sites_share_a_forward():
 )  # fmt: skip
 def test_rows_that_join_are_noticed_where_they_see_others(seen):
     for seed in range(4):
-        torch.manual_seed(seed)
-        model = chain()
+        model = chain(seed)
         model[1].register_forward_hook(lambda module, args, out: seen(out))
         sweep, alone = (
             hl.sweep(model, X, ["0", "1.0", "2"], metric, clean=CLEAN, each={"unit": 1}, rows=rows)
             for rows in (6, 1)
         )
         assert_forwards_of_their_own(sweep, alone)
+
+
+def test_rows_that_see_the_last_one_are_noticed_in_half():
+    model = chain(7).half()
+    model[1].register_forward_hook(lambda module, args, out: out + 0.2 * out[-1:])
+    sites, inputs = ["0", "1.0", "2"], {"clean": CLEAN.half(), "each": {"unit": 1}}
+    sweep = hl.sweep(model, X.half(), sites, metric, **inputs)
+    assert "Each change has its own forward" in sweep.notes[0]
 
 
 def test_rows_that_join_are_marked_where_they_are_unmoved():

@@ -31,6 +31,7 @@ from hookline.verbs.sweep.rows_per_change import (
     copy_of,
     parts_of,
     repeated,
+    without_stirred,
 )
 from hookline.verbs.sweep.tape import Tape
 
@@ -406,8 +407,7 @@ class Forwards:
             return parts_of(output, self.output, n)
         if not self._stirs:
             return parts_of(output, self.output, 1 + len(points))
-        outputs = parts_of(output, self.output, N_STIRRED + len(points))
-        return [outputs[1], *outputs[N_STIRRED:]]
+        return without_stirred(parts_of(output, self.output, N_STIRRED + len(points)))
 
     def _note(self, points: Sequence[Point], outputs: Sequence[Any]) -> None:
         for point, output in zip(points, outputs, strict=False):

@@ -18,7 +18,7 @@ from hookline.verbs.sweep.site_change import SiteChange
 # How far rounding moves a value when the batch has another size, in units of the dtype's own.
 _ROUNDING, _MOST = 1000.0, 0.05
 _LARGE = 1000.0  # times what values are: what rows get that others must not see
-N_STIRRED = 4  # batches in a row: the second is the inputs' own, others get other values
+N_STIRRED = 5  # batches in a row: the second is the inputs' own, others get other values
 
 
 class NoRowsError(Exception):
@@ -183,19 +183,25 @@ def stirred(value: Any, known: Any) -> Any:
     except NoRowsError:
         return value
     rows = value.chunk(N_STIRRED, dim)[1]
-    return _among_others(rows, known, dim) if is_near(rows, known) else value
+    return _among_others([rows], known, dim) if is_near(rows, known) else value
 
 
-def _among_others(rows: Tensor, known: Tensor, dim: int) -> Tensor:
-    """Return the rows of a batch as the second of `N_STIRRED`: others are large, or 0."""
+def without_stirred(batches: Sequence[Any]) -> list[Any]:
+    """Return the second of `N_STIRRED` batches, and those of changes before the last two."""
+    return [batches[1], *batches[3:-2]]
+
+
+def _among_others(batches: Sequence[Tensor], known: Tensor, dim: int) -> Tensor:
+    """Return the rows of a batch, and those of changes, among others, which are large, or 0."""
+    own, *changed = batches
     if not known.is_floating_point():
-        return torch.cat([known, rows, known, known], dim)
+        return torch.cat([known, own, known, *changed, known, known], dim)
     # Of both signs, and more of one, so that neither a maximum nor a sum misses them.
     sizes = known.new_full(known.shape, _LARGE)
     sizes.view(-1)[2::3] = -_LARGE
     large = sizes * (known.abs() + 1)
-    # Against each other, so that a product with one of both is large, and neither sum is 0.
-    return torch.cat([large, rows, -large / 2, torch.zeros_like(known)], dim)
+    # Against each other, so that a product with one of both is large, and no sum is 0.
+    return torch.cat([large, own, -large / 2, *changed, torch.zeros_like(known), large], dim)
 
 
 def with_further_rows(
@@ -219,16 +225,17 @@ def with_further_rows(
         dim = known.shape.index(size)
     else:
         dim = _dim_of_rows(value, known, n)
-    parts = [value]
-    if stirs:
-        size, n_more = known.shape[dim], max(n - N_STIRRED, 0)
-        parts = [
-            _among_others(value.narrow(dim, size if n > 1 else 0, size), known, dim),
-            value.narrow(dim, (n - n_more) * size, n_more * size),
-        ]
     old = known.expand(len(changes), *known.shape)
-    new = _apply_changes(old, changes, are_equal=True)
-    return torch.cat([*parts, new.movedim(0, dim).flatten(dim, dim + 1)], dim)
+    new = _apply_changes(old, changes, are_equal=True).movedim(0, dim).flatten(dim, dim + 1)
+    if not stirs:
+        return torch.cat([value, new], dim)
+    batches, size = [value], known.shape[dim]
+    if n > 1:
+        batches = [
+            value.narrow(dim, size, size),
+            value.narrow(dim, 3 * size, (n - N_STIRRED) * size),
+        ]
+    return _among_others([*batches, new], known, dim)
 
 
 def _apply_changes(rows: Tensor, changes: Sequence[SiteChange], *, are_equal: bool) -> Tensor:
