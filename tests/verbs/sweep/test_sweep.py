@@ -665,6 +665,17 @@ def test_rows_that_join_are_noticed_where_they_see_others(seen):
         assert_forwards_of_their_own(sweep, alone)
 
 
+def test_changes_share_a_forward_where_a_row_of_zeros_raises():
+    def refuse_zeros(module, args, out):
+        if not out.any(1).all():
+            raise ValueError("a vector must have a direction, got zeros")
+
+    model = chain()
+    model[0].register_forward_hook(refuse_zeros)
+    sweep = hl.sweep(model, X, ["0", "1"], metric, clean=CLEAN, each={"unit": 1})
+    assert not sweep.notes
+
+
 def test_rows_that_see_the_last_one_are_noticed_in_half():
     model = chain(7).half()
     model[1].register_forward_hook(lambda module, args, out: out + 0.2 * out[-1:])

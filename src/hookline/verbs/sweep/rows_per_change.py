@@ -17,7 +17,7 @@ from hookline.verbs.sweep.site_change import SiteChange
 
 # How far rounding moves a value when the batch has another size, in units of the dtype's own.
 _ROUNDING, _MOST = 1000.0, 0.05
-_LARGE = 1000.0  # times what values are: what rows get that others must not see
+_LARGE = 1000.0  # times what values are, or a part of it: what rows get that others must not see
 N_STIRRED = 5  # batches in a row: the second is the inputs' own, others get other values
 
 
@@ -192,7 +192,7 @@ def without_stirred(batches: Sequence[Any]) -> list[Any]:
 
 
 def _among_others(batches: Sequence[Tensor], known: Tensor, dim: int) -> Tensor:
-    """Return the rows of a batch, and those of changes, among others, which are large, or 0."""
+    """Return the rows of a batch, and those of changes, among others, large or small ones."""
     own, *changed = batches
     if not known.is_floating_point():
         return torch.cat([known, own, known, *changed, known, known], dim)
@@ -201,7 +201,7 @@ def _among_others(batches: Sequence[Tensor], known: Tensor, dim: int) -> Tensor:
     sizes.view(-1)[2::3] = -_LARGE
     large = sizes * (known.abs() + 1)
     # Against each other, so that a product with one of both is large, and no sum is 0.
-    return torch.cat([large, own, -large / 2, *changed, torch.zeros_like(known), large], dim)
+    return torch.cat([large, own, -large / 2, *changed, known / _LARGE, large], dim)
 
 
 def with_further_rows(
