@@ -53,7 +53,7 @@ SELECTIONS = (
 # The part of it that breaks first: private names of torch, operations, caches of transformers.
 SHORT = (
     (QUICK, "tests/engine/torch_private", "tests/engine/operations",
-     "tests/regimes/test_transformers.py", "tests/verbs/edit/test_places.py",
+     "tests/regimes/test_transformers.py", "tests/verbs/edit/test_steps_and_tokens.py",
      "tests/test_kept_folders.py"),
 )  # fmt: skip
 PACKAGES = (

@@ -293,13 +293,13 @@ def test_a_child_that_was_forked_during_a_save_keeps_no_lock(tmp_path):
         import os, sys, torch, hookline as hl
         from pathlib import Path
         from torch import nn
-        from hookline.recordings import draft
+        from hookline.recordings import atomic_replace
         model = nn.Sequential(nn.Identity())
         with hl.record(model, "0") as run:
             model(torch.ones(2))
-        place = draft.target_of(sys.argv[1])
+        place = atomic_replace.place_of_recording(sys.argv[1])
         read, write = os.pipe()
-        unfinished = draft.Draft(place).__enter__()
+        unfinished = atomic_replace.Draft(place).__enter__()
         place.create(f"values-{unfinished.token}-00000.safetensors", [b"half"])
         with place.waiting_lock():
             child = os.fork()

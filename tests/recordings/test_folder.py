@@ -283,7 +283,7 @@ CRASHES = """
     from hookline.files import folder_or_url, safetensors_file
     from hookline.files.sealed_json import MANIFEST
 
-    place.LocalPlace.most_bytes = 200_000
+    folder_or_url.LocalPlace.most_bytes = 200_000
     left = None
 
     def tick():
@@ -305,7 +305,7 @@ CRASHES = """
     # Whatever touches the disk: what Python audits, and what it does not.
     sys.addaudithook(lambda event, _: event.startswith(("open", "os.", "shutil.")) and tick())
     os.fsync = ticking(os.fsync)
-    place._write = ticking(writing_few)  # also in the middle of a file
+    folder_or_url._write = ticking(writing_few)  # also in the middle of a file
     safetensors_file.checksum = ticking(safetensors_file.checksum)
 
     with hl.record(model, "0") as older:

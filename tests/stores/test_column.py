@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as of_numpy
 
 import hookline as hl
 from hookline.stores import column as column_module
+from hookline.stores import mapped_shards as shards_module
 from hookline.stores import open_store
-from hookline.stores import shard_reader as shards_module
 from small_stores import write_store
 
 N_ROWS = 23

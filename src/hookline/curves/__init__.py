@@ -5,8 +5,8 @@ from hookline.curves.curves import Curves as Curves
 from hookline.curves.logged_numbers import Logged as Logged
 from hookline.curves.logged_numbers import is_single_number as is_single_number
 from hookline.curves.logged_numbers import logged_curves as logged_curves
-from hookline.curves.numbers_of_result import numbers_of as numbers_of
-from hookline.curves.numbers_of_result import numbers_of_site as numbers_of_site
+from hookline.curves.numbers_of_statistic import numbers_of as numbers_of
+from hookline.curves.numbers_of_statistic import numbers_of_site as numbers_of_site
 from hookline.curves.run_folder import RunFolder as RunFolder
 from hookline.curves.run_folder import RunReader as RunReader
 from hookline.curves.run_folder import is_run as is_run

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hookline.curves.numbers_of_result import numbers_of, numbers_of_site
+from hookline.curves.numbers_of_statistic import numbers_of, numbers_of_site
 from hookline.curves.step_reports import StepReport
 from hookline.display import units
 from hookline.display.results import Heading, Printout

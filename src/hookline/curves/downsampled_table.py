@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves.numbers_of_result import OF_MOMENTS, numbers_of_site
+from hookline.curves.numbers_of_statistic import OF_MOMENTS, numbers_of_site
 from hookline.curves.numbers_over_steps import (
     compute,
     has_array_functions,

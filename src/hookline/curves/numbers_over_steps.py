@@ -14,7 +14,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves.numbers_of_result import OF_MOMENTS, numbers_of, percentile_names
+from hookline.curves.numbers_of_statistic import OF_MOMENTS, numbers_of, percentile_names
 from hookline.curves.slot_layout import ABSENT, Entry, Layout, are_values
 from hookline.curves.step_reports import StepReport, split_by_layout
 from hookline.statistics.histogram import HistogramStatistic

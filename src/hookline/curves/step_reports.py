@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves.numbers_of_result import numbers_of_site
+from hookline.curves.numbers_of_statistic import numbers_of_site
 from hookline.curves.slot_layout import Layout
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.statistics.covariance import Covariance

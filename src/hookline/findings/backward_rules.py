@@ -50,7 +50,7 @@ def stopped_gradient(survey: Survey) -> Iterator[Finding]:
         return
     stretch, after = runs[place][1], runs[place + 1][1][0]
     is_start = place == 0
-    level: Level = "warning" if is_start or _reached_elsewhere(stretch, runs) else "note"
+    level: Level = "warning" if is_start or _reached_in_other_blocks(stretch, runs) else "note"
     reading = stretch[-1]
     text = f"The gradient stops between {after.site} and {reading.site}."
     names = listed([r.site for r in stretch], 3)
@@ -60,7 +60,7 @@ def stopped_gradient(survey: Survey) -> Iterator[Finding]:
     yield Finding("cut", text, reading.site, level, "no gradient", why, advice, sites)
 
 
-def _reached_elsewhere(
+def _reached_in_other_blocks(
     stretch: Sequence[Reading], runs: Sequence[tuple[bool, list[Reading]]]
 ) -> bool:
     """Tell whether the gradient reached the same place of other blocks."""

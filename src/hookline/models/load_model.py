@@ -70,9 +70,9 @@ def _find_builder(name: str) -> Callable[..., LoadedModel]:
     scheme, _, rest = name.partition(":")
     place, _, factory = name.rpartition(":")
     if rest and scheme in _LIBRARIES:
-        return partial(_seeded, _LIBRARIES[scheme], rest)
+        return partial(_load_with_fixed_seed, _LIBRARIES[scheme], rest)
     if name == "demo:digits":
-        return partial(_seeded, _load_demo, name)
+        return partial(_load_with_fixed_seed, _load_demo, name)
     if scheme not in _SCHEMES and factory.isidentifier():
         if place.endswith(".py"):
             return partial(_load_factory, load_file_factory, place, factory)
@@ -120,7 +120,9 @@ def _load_factory(
     return load(place, factory)
 
 
-def _seeded(load: Callable[..., LoadedModel], rest: str, *, default_weights: bool) -> LoadedModel:
+def _load_with_fixed_seed(
+    load: Callable[..., LoadedModel], rest: str, *, default_weights: bool
+) -> LoadedModel:
     # torch.manual_seed would also reseed the accelerators, which are not used here.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

@@ -32,7 +32,7 @@ from hookline.engine import (
 )
 from hookline.errors import AmbiguousError, HooklineError, RanksError
 from hookline.files.safetensors_file import flat_bytes
-from hookline.recordings.compare_replicas import (
+from hookline.recordings.compare_dtensor_replicas import (
     fingerprint_replica,
     fingerprint_replicas,
     warn_of_unequal_replicas,

@@ -16,8 +16,8 @@ from hookline.display.text import plural, torch_name
 from hookline.engine import hide_from_dir
 from hookline.errors import StructureError
 from hookline.files.safetensors_file import DTYPES
+from hookline.stores.mapped_shards import MISSING, Gatherer, MappedRows, Shards, find_shard
 from hookline.stores.shard_file import LENGTH, ColumnForm, as_tensor, numpy_dtype
-from hookline.stores.shard_reader import MISSING, Gatherer, MappedRows, Shards, find_shard
 
 _MOST_AT_ONCE = 8192  # rows: they may lie in as many files
 

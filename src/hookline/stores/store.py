@@ -35,8 +35,8 @@ from hookline.stores.column import Column
 from hookline.stores.exports import ExportedColumns, Format, export
 from hookline.stores.findings import judge_store
 from hookline.stores.job_manifest import LOOP, read_manifest
+from hookline.stores.mapped_shards import Shards
 from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, ColumnForm, number_of
-from hookline.stores.shard_reader import Shards
 from hookline.stores.store_datasets import Shuffle, ShuffledRows, StoreDataset
 
 NAMES = "names.json"

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hookline.errors import InputError
 from hookline.stores.column import Column, index_to_positions
-from hookline.stores.shard_reader import Shards
+from hookline.stores.mapped_shards import Shards
 
 Rows = Tensor | dict[str, Tensor]
 

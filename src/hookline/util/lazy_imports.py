@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from hookline.util.preserve_rng import preserve_python_rng
+from hookline.util.preserve_python_rng import preserve_python_rng
 
 
 def lazy_getattr(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:

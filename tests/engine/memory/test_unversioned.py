@@ -14,7 +14,7 @@ from hookline.engine.memory import unversioned
 from hookline.engine.memory.unversioned import (
     LINE,
     Unversioned,
-    cache_lines,
+    first_cache_lines,
     is_freed,
     makes_new_memory,
 )
@@ -177,8 +177,8 @@ def test_what_a_module_hands_on_is_refused_once_changed():
 
 def test_memory_is_told_apart_by_lines_and_freed_memory_is_known():
     tensor = torch.zeros(64)
-    assert list(cache_lines(tensor)) == [tensor.data_ptr() >> LINE]
-    assert list(cache_lines(tensor[40:])) == [tensor.data_ptr() >> LINE]
+    assert list(first_cache_lines(tensor)) == [tensor.data_ptr() >> LINE]
+    assert list(first_cache_lines(tensor[40:])) == [tensor.data_ptr() >> LINE]
     assert not is_freed(tensor)
     tensor.untyped_storage().resize_(0)
     assert is_freed(tensor)

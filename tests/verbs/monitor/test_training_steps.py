@@ -91,16 +91,16 @@ def with_a_site_that_appears():
 
 def test_a_site_may_appear_while_sites_are_listed():
     slots, meanwhile = with_a_site_that_appears()
-    assert slots.layout()[0] == []
+    assert slots.sites_and_version()[0] == []
     meanwhile.end()
-    assert [one.name for one in slots.layout()[0]] == ["late"]
+    assert [one.name for one in slots.sites_and_version()[0]] == ["late"]
 
 
 def test_a_site_that_appears_meanwhile_has_a_later_version():
     slots, meanwhile = with_a_site_that_appears()
-    _, version = slots.layout()
+    _, version = slots.sites_and_version()
     meanwhile.end()
-    sites, later = slots.layout()
+    sites, later = slots.sites_and_version()
     assert [one.name for one in sites] == ["late"]
     assert later > version
 

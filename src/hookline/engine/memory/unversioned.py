@@ -127,10 +127,10 @@ def _is_within(tensor: Tensor, tracked: Container[int]) -> bool:
             return tensor.untyped_storage().data_ptr() >> LINE in tracked
         except RuntimeError:  # a sparse tensor, or a tensor of a transform
             pass
-    return any(address in tracked for address in cache_lines(tensor))
+    return any(address in tracked for address in first_cache_lines(tensor))
 
 
-def cache_lines(tensor: Tensor) -> Iterator[int]:
+def first_cache_lines(tensor: Tensor) -> Iterator[int]:
     """Yield the cache line where a tensor begins; for a wrapper, those of all tensors inside."""
     if is_lazy(tensor):
         return  # a lazy parameter has no memory before its module's first run
@@ -139,11 +139,11 @@ def cache_lines(tensor: Tensor) -> Iterator[int]:
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
             if isinstance(part, Tensor):  # a DTensor also lists its mesh
-                yield from cache_lines(part)
+                yield from first_cache_lines(part)
     elif tensor.layout is torch.sparse_coo:
-        yield from cache_lines(tensor._values())
+        yield from first_cache_lines(tensor._values())
     elif tensor.layout in _COMPRESSED:
-        yield from cache_lines(tensor.values())
+        yield from first_cache_lines(tensor.values())
     elif has_numbers(tensor):
         try:
             start = tensor.untyped_storage().data_ptr() >> LINE
@@ -221,7 +221,7 @@ def _lines_of(table: Mapping[str, Tensor | None]) -> list[int]:
             return [tensor.untyped_storage().data_ptr() >> LINE for tensor in tensors]
     except RuntimeError:  # a sparse tensor, or a tensor of a transform
         pass
-    return [line for tensor in tensors for line in cache_lines(tensor)]
+    return [line for tensor in tensors for line in first_cache_lines(tensor)]
 
 
 def _address_of(parameter: Tensor | None) -> int:
@@ -231,7 +231,7 @@ def _address_of(parameter: Tensor | None) -> int:
             return parameter.data_ptr()  # type: ignore[union-attr]
         except RuntimeError:  # a sparse tensor, or a tensor of a transform
             pass
-    return 0 if parameter is None else next(cache_lines(parameter), 0)
+    return 0 if parameter is None else next(first_cache_lines(parameter), 0)
 
 
 # Kept for each recorded model: a loop that attaches in each step looks up the same memory.

@@ -439,7 +439,7 @@ class KernelCall:
             if not of.takes_blocks or not _show_blocks(of, given):
                 result = _show_and_attend(of, given, is_packed)
         if result is None:
-            result = self.inner.call((query, key, value, *args[3:]), _other_kwargs(kwargs))
+            result = self.inner.call((query, key, value, *args[3:]), _kwargs_without_qkv(kwargs))
         if "z" in of.parts:
             result = _pack(of.show("z", _unpack(result, is_packed)), result, is_packed)
         return result
@@ -485,7 +485,7 @@ def computes_for_readers(frame: FrameType) -> bool:
     return not of.needs_graph() and not any(part.may_change for part in of.parts.values())
 
 
-def _other_kwargs(kwargs: Any) -> Any:
+def _kwargs_without_qkv(kwargs: Any) -> Any:
     """Return the keyword arguments other than query, key and value."""
     return {name: kwargs[name] for name in kwargs if name not in ("query", "key", "value")}
 

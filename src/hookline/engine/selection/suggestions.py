@@ -14,8 +14,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from hookline.display.text import listed, plural
 from hookline.engine.pytree.describe import in_words
+from hookline.engine.selection.infer_output_parts import may_return
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree
-from hookline.engine.selection.output_parts import may_return
 from hookline.engine.selection.site import ROOT, SiteText, glob, path_text
 from hookline.errors import SelectionError
 

@@ -31,7 +31,7 @@ from hookline.engine.pytree import describe
 from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit import edits
 from hookline.verbs.edit.indices import indices
-from hookline.verbs.edit.places import Places, SitePlaces
+from hookline.verbs.edit.steps_and_tokens import Places, SitePlaces
 
 
 def edit(

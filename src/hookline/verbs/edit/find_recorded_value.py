@@ -11,7 +11,7 @@ from hookline.engine.pytree import describe
 from hookline.errors import AttachError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.recordings.pass_record import PassRecord
-from hookline.verbs.edit.places import Moment
+from hookline.verbs.edit.steps_and_tokens import Moment
 
 
 @final

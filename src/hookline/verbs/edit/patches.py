@@ -18,7 +18,7 @@ from hookline.recordings.pass_record import PassRecord
 from hookline.verbs.edit import in_graph
 from hookline.verbs.edit.find_recorded_value import RecordedChange, RecordedSite, missing_site_error
 from hookline.verbs.edit.operands import Operand
-from hookline.verbs.edit.places import Moment
+from hookline.verbs.edit.steps_and_tokens import Moment
 
 
 @final

@@ -16,7 +16,7 @@ from hookline.recordings import Recording
 from hookline.recordings.pass_record import PassRecord
 from hookline.verbs.edit import in_graph
 from hookline.verbs.edit.find_recorded_value import RecordedChange, RecordedSite, missing_site_error
-from hookline.verbs.edit.places import Moment
+from hookline.verbs.edit.steps_and_tokens import Moment
 
 # Below this correlation, the logits of two runs are not those of the same tokens and router.
 _LEAST_CORRELATION = 0.5

@@ -197,7 +197,7 @@ class RankGatherer:
         for rank, rows_there in enumerate(by_rank):
             for site in itertools.starmap(_Site, rows_there):
                 self._by_name.setdefault(site.name, {})[rank] = site
-        _warn_of_widths(self._by_name)
+        _warn_of_slot_counts(self._by_name)
         self._layout, self._version = self._layout_of_all(len(by_rank)), version
 
     def _layout_of_all(self, n_ranks: int) -> Layout:
@@ -301,7 +301,7 @@ def _check_alike(what: str, texts: list[str]) -> None:
         )
 
 
-def _warn_of_widths(by_name: dict[str, dict[int, _Site]]) -> None:
+def _warn_of_slot_counts(by_name: dict[str, dict[int, _Site]]) -> None:
     """Warn of sites of which only the slots that are as many as on the first rank are merged."""
     for name, holders in by_name.items():
         widths = {rank: str(sum(site.widths)) for rank, site in holders.items()}

@@ -443,7 +443,7 @@ class Slots:
         """Return the names of the selected sites; the parts of a value come later."""
         return [site.name for site in self._all_sites() if site.order[1] == 0]
 
-    def layout(self) -> tuple[list[SiteSlots], int]:
+    def sites_and_version(self) -> tuple[list[SiteSlots], int]:
         """Return the sites that ever had a value, in order, and the version that they belong to."""
         with self.lock:
             sites = filter(attrgetter("widths"), self._sites.values())

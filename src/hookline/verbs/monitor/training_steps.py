@@ -22,7 +22,7 @@ from hookline.verbs.monitor.firing_order import FiringOrder
 from hookline.verbs.monitor.loss_scale import LossScale, is_skipped_by_scaler
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.rank_gatherer import RankGatherer, ReportedStep
-from hookline.verbs.monitor.running_steps import RunningSteps, frame_outside_hookline
+from hookline.verbs.monitor.running_optimizer_steps import RunningSteps, frame_outside_hookline
 from hookline.verbs.monitor.slots import StepSlots
 from hookline.verbs.monitor.user_numbers import UserNumbers
 
@@ -257,7 +257,7 @@ class TrainingSteps:
     def note_root_pass(self, current: Pass, frame: FrameType) -> None:
         """Note whether the root runs with gradients: then all values of the pass are training's."""
         if self._backward >= 0 and outer_backward() < 0:  # it has raised
-            self.backward_ends(self.n_ended)
+            self.note_backward_end(self.n_ended)
         if torch.is_grad_enabled():
             self._slots.has_run = True
             self._slots.of_training.add(current)
@@ -340,17 +340,17 @@ class TrainingSteps:
             self._end_or_set_aside()
         elif backward != self._backward:  # a hook on a gradient steps the optimizer
             self._backward = backward
-            at_end_of_backward(functools.partial(self.backward_ends, self.n_ended))
+            at_end_of_backward(functools.partial(self.note_backward_end, self.n_ended))
 
     @_stop_on_error
-    def backward_ends(self, n_ended: int) -> None:
+    def note_backward_end(self, n_steps_ended: int) -> None:
         """Note the end of a backward in which optimizers have stepped: all of it is their step's.
 
         Args:
-            n_ended: the number of the steps that had ended then.
+            n_steps_ended: the number of the steps that had ended then.
         """
         self._backward = -1
-        if self._has_stepped and self.n_ended == n_ended:
+        if self._has_stepped and self.n_ended == n_steps_ended:
             self._end_or_set_aside()
 
     def _end_or_set_aside(self) -> None:
@@ -467,7 +467,7 @@ class TrainingSteps:
 
     def _report(self, number: int, step_slots: StepSlots, *, is_last: bool) -> None:
         self.n_due += 1
-        sites, version = self._slots.layout()
+        sites, version = self._slots.sites_and_version()
         at = ReportedStep(number, self._settings_text(), is_last)
         layout, slots = self.ranks.gather(sites, step_slots.slots, version, at)
         if not layout.entries:

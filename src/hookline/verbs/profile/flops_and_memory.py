@@ -80,7 +80,7 @@ class RunCounts(NamedTuple):
         return ""
 
 
-def count_flops(kinds: RunKinds) -> RunCounts:
+def count_flops_and_memory(kinds: RunKinds) -> RunCounts:
     """Count the FLOPs and the peak memory of all runs."""
     top, failure = Context(), kinds.failure
     missing: dict[str, list[str]] = {}

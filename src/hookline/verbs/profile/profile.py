@@ -43,7 +43,7 @@ from hookline.verbs.profile.chrome_trace import write_trace
 from hookline.verbs.profile.clocks import clock_for
 from hookline.verbs.profile.costs_by_pass import ContextCosts, PassChoice, RanPasses, medians
 from hookline.verbs.profile.flame_graph import nested_calls
-from hookline.verbs.profile.flops_and_memory import RunCounts, count_flops
+from hookline.verbs.profile.flops_and_memory import RunCounts, count_flops_and_memory
 from hookline.verbs.profile.rows import Row, interquartile_range, median_phases, rows_of, sum_phases
 from hookline.verbs.profile.run_kinds import RunKinds
 from hookline.verbs.profile.table import ProfileTable, Total
@@ -405,7 +405,7 @@ class Profile(FinalizingLine[Line], Result):
         """Count the FLOPs of all runs so far."""
         n_runs = sum(kind.n_runs + kind.n_backwards for kind in self._kinds.kinds)
         if self._counted is None or self._counted[0] != n_runs:
-            self._counted = n_runs, count_flops(self._kinds)
+            self._counted = n_runs, count_flops_and_memory(self._kinds)
         return self._counted[1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from hookline.util.preserve_rng import preserve_python_rng
+from hookline.util.preserve_python_rng import preserve_python_rng
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -169,13 +169,13 @@ class Forwards:
         if not self._may_share or sum(len(group.points) for group in groups) < _FEWEST:
             self._batches.keep_outputs(())
             return
-        self._batches.keep_outputs({self._start(group) for group in groups})
+        self._batches.keep_outputs({self._start_time(group) for group in groups})
         if self._batches.is_written_unseen:
             self.notes.append(_UNSEEN)
         largest = max(len(group.points) for group in groups)
         n_rows = math.ceil(largest / math.ceil(largest / n_most))
         has_rows = n_rows > 1 and batch_size(self._inputs) is not None
-        groups = sorted(groups, key=self._start)
+        groups = sorted(groups, key=self._start_time)
         plain: dict[tuple[int, ...], _Reading] = {}
         self._most_joined = self._most_that_join(groups)
         for joins, self.n_rows in [(True, n_rows), (False, n_rows)] * has_rows + [(False, 1)]:
@@ -291,7 +291,7 @@ class Forwards:
         largest = max(_n_bytes(self._changing.known[str(group.sites[0])]) for group in groups)
         return min(_SITE_BYTES // largest, _OUTPUT_BYTES // _n_bytes(self.output))
 
-    def _start(self, group: Group) -> int:
+    def _start_time(self, group: Group) -> int:
         """Return the time up to which a run does not depend on the changes of a group."""
         return min(self._batches.tape.start_of(site, module) for site, module in group.places)
 
@@ -310,7 +310,7 @@ class Forwards:
         n_most = self._most_joined
         together: list[list[Group]] = []
         n, may_follow = 0, False
-        for group in sorted(groups, key=self._start):
+        for group in sorted(groups, key=self._start_time):
             may_join, size = self._may_join(group), len(self._missing(group.points))
             if may_join and may_follow and n + size <= n_most:
                 together[-1].append(group)
@@ -355,7 +355,7 @@ class Forwards:
             return
         for first in range(0, len(points), n):
             shared = points[first : first + n]
-            self._note(shared, self._outputs([shared], self._start(group), n))
+            self._note(shared, self._outputs([shared], self._start_time(group), n))
 
     def _measure_joined(self, groups: Sequence[Group]) -> bool:
         """Measure groups in one forward of the inputs, to which each adds rows at its site.
@@ -372,7 +372,7 @@ class Forwards:
         try:
             changing = self._changing
             with changing.stirring() if self._stirs else changing.hooked(sites):
-                own, *outputs = self._outputs(shares, self._start(groups[0]))
+                own, *outputs = self._outputs(shares, self._start_time(groups[0]))
             if self._readings is not None:
                 self._readings[()] = self._read(own)
             self._note([point for share in shares for point in share], outputs)

@@ -9,7 +9,7 @@ from hookline.display.text import plural
 from hookline.engine import Site
 from hookline.errors import NotRecordedError
 from hookline.verbs.edit.patches import in_form_of
-from hookline.verbs.edit.places import Moment
+from hookline.verbs.edit.steps_and_tokens import Moment
 
 Values = Mapping[str, Sequence[Any]]  # for each site the value of each call
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hookline.engine import Site, call_read_only
 from hookline.engine.pytree import describe, tree
 from hookline.errors import StructureError
-from hookline.verbs.edit.places import Moment
+from hookline.verbs.edit.steps_and_tokens import Moment
 
 
 @final

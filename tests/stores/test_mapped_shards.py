@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.files.folder_or_url import LocalPlace, place_of
+from hookline.stores import mapped_shards as shards_module
 from hookline.stores import open_store
-from hookline.stores import shard_reader as shards_module
+from hookline.stores.mapped_shards import MISSING, Gatherer, RowAddresses
 from hookline.stores.shard_file import name_of
-from hookline.stores.shard_reader import MISSING, Gatherer, RowAddresses
 from small_stores import write_store
 
 VALUES = torch.arange(96.0).reshape(24, 4)

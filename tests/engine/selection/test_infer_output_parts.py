@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import pytest
 from torch import Tensor, nn
 
-from hookline.engine.selection.output_parts import may_return
+from hookline.engine.selection.infer_output_parts import may_return
 
 if TYPE_CHECKING:
     from elsewhere import Unknown  # type: ignore[import-not-found]
