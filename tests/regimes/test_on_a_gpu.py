@@ -397,7 +397,7 @@ def test_values_on_another_stream_are_measured_there():
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         second.add(torch.ones(5, device=GPU))
-        assert [site is first for site, _ in slots._waiting] == [True]
+        assert [site is first for site, _ in slots._deferred] == [True]
         assert [int(site.take()[0][0]) for site in (first, second)] == [7, 5]
 
 

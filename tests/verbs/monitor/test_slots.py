@@ -93,12 +93,12 @@ def test_values_that_wait_are_those_of_their_time():
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_values_do_not_wait_for_more_than_is_kept(monkeypatch):
-    monkeypatch.setattr(module, "_MOST_WAITING", 9)
+    monkeypatch.setattr(module, "_MOST_DEFERRED", 9)
     slots = Slots((hl.stats.moments(),), 3)
     sites = [slots.site(Site(name), (n, 0)) for n, name in enumerate("abc")]
     for site in sites:
         site.add(torch.ones(4))
-    assert not slots._waiting
+    assert not slots._deferred
     assert [take(site)[0].item() for site in sites] == [4.0, 4.0, 4.0]
 
 
@@ -109,7 +109,7 @@ def test_values_on_another_stream_do_not_wait(monkeypatch):
     slots = Slots((hl.stats.moments(),), 1)
     site = slots.site(Site("fc"), (0, 0))
     site.add(torch.ones(4))
-    assert not slots._waiting
+    assert not slots._deferred
     assert hl.stats.moments().measure_many([torch.ones(4, dtype=torch.float16)]) is None
     assert take(site)[0] == 4
 

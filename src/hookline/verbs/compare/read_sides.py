@@ -163,7 +163,7 @@ class Side:
 
 
 def read_both_sides(a: Any, b: Any, dims: Dims | None, names: Any) -> tuple[Side, Side]:
-    """Return the named values of what a user gave; raise as `side_of` does.
+    """Return the named values of what a user gave; raise as `read_side` does.
 
     The names of arrays are those of sites where the other side is a recording. Those that the
     user's `names` has stay whole.

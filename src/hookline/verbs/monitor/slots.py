@@ -33,7 +33,7 @@ from hookline.util.fork_safe_lock import fork_safe_lock
 # that holds the same part.
 ALL, FIRST, MINE, NOT_MINE = "all", "first", "mine", "not mine"
 PLAIN = frozenset({Tensor, nn.Parameter})  # not spread over ranks, without a look
-_MOST_WAITING = 2**22  # elements of the values that wait
+_MOST_DEFERRED = 2**22  # elements of the values that wait
 
 
 @final
@@ -61,7 +61,7 @@ class SiteSlots:
     _of: Slots  # the slots of all sites
     counts: str = ALL  # which ranks count, if the value is not a DTensor
     _slots: list[Tensor] | None = None
-    _waits: bool = False  # whether a value, the first of this step, is not measured yet
+    _is_deferred: bool = False  # whether a value, the first of this step, is not measured yet
     turn: int = 0  # when the first value of this step came, as `Slots.next_turn` counts
     # The slots and the turn of values that are kept apart.
     aside: tuple[list[Tensor] | None, int] = None, 0
@@ -78,13 +78,13 @@ class SiteSlots:
     @property
     def slots(self) -> list[Tensor] | None:
         """The slots of this step; None before the first value."""
-        if self._waits:
-            self._of.measure_waiting()
+        if self._is_deferred:
+            self._of.measure_deferred()
         return self._slots
 
     @slots.setter
     def slots(self, slots: list[Tensor] | None) -> None:
-        self._slots, self._waits = slots, False
+        self._slots, self._is_deferred = slots, False
 
     def add(self, value: Tensor, *, is_shared: bool = False) -> None:
         """Measure one more value. Training goes on if this fails.
@@ -178,16 +178,16 @@ class SiteSlots:
         slots = self.slots
         if slots is None:
             slots, self.turn = self._empty, self._of.next_turn(is_shared=is_shared)
-            if self._of.may_wait(value):
-                self._waits = True
-                self._of.wait(self, value)
+            if self._of.may_defer(value):
+                self._is_deferred = True
+                self._of.defer(self, value)
                 return
         pairs = zip(self._of.statistics, slots, strict=True)
         self.slots = [statistic.update(part, value) for statistic, part in pairs]
 
-    def measured(self, slots: Tensor | None, copy: Tensor) -> None:
+    def finish_deferred(self, slots: Tensor | None, copy: Tensor) -> None:
         """Take the slots of the value that waits; without them, measure its copy."""
-        if not self._waits:
+        if not self._is_deferred:
             return  # the site was left out meanwhile
         if slots is not None:
             self.slots = [slots]
@@ -317,8 +317,8 @@ class Slots:
         self.version: int = 0
         self.lock: threading.RLock = fork_safe_lock()
         self._sites: dict[str, SiteSlots] = {}
-        self._waiting: list[tuple[SiteSlots, Tensor]] = []  # with copies of their values
-        self._n_waiting = 0  # elements
+        self._deferred: list[tuple[SiteSlots, Tensor]] = []  # with copies of their values
+        self._n_deferred = 0  # elements
         self._turn = 0
         self._is_turn_shared = False
         self._told: set[str] = set()
@@ -391,7 +391,7 @@ class Slots:
                 return self.statistics[0].measure_many(values) or []
         return []
 
-    def may_wait(self, value: Tensor) -> bool:
+    def may_defer(self, value: Tensor) -> bool:
         """Tell whether a value may be measured later, together with others: a small one on a GPU.
 
         There the operations for one value take longer than a copy, and as long as those for many.
@@ -400,22 +400,22 @@ class Slots:
         is_small = value.numel() <= MOST_NUMEL and may_share_a_batch(value)
         return is_alone and is_small and is_on_default_stream(value.device)
 
-    def wait(self, site: SiteSlots, value: Tensor) -> None:
+    def defer(self, site: SiteSlots, value: Tensor) -> None:
         """Copy the value of a site, because code may write to it, and measure it later."""
-        self._waiting.append((site, value.clone()))
-        self._n_waiting += value.numel()
-        if self._n_waiting > _MOST_WAITING:
-            self.measure_waiting()
+        self._deferred.append((site, value.clone()))
+        self._n_deferred += value.numel()
+        if self._n_deferred > _MOST_DEFERRED:
+            self.measure_deferred()
 
-    def measure_waiting(self) -> None:
+    def measure_deferred(self) -> None:
         """Measure the values that wait."""
         with self.lock:
-            waiting, self._waiting, self._n_waiting = self._waiting, [], 0
+            waiting, self._deferred, self._n_deferred = self._deferred, [], 0
             copies = [copy for _, copy in waiting]
             await_default_stream(copies)
             slots: list[Any] = self._measure_many(copies)
             for (site, copy), part in zip(waiting, slots or [None] * len(waiting), strict=True):
-                site.measured(part, copy)
+                site.finish_deferred(part, copy)
 
     def is_outside_training(self, current: Pass) -> bool:
         """Tell whether a value flows without gradients, as in validation.
