@@ -82,7 +82,7 @@ from hookline.engine.torch_private.graph.checkpoint import is_recomputing, outsi
 from hookline.engine.torch_private.graph.dispatch import (
     storage_address, without_function_modes, without_modes,
 )
-from hookline.engine.torch_private.graph.foreach import copy_all, l1_norms, subtract_from_all
+from hookline.engine.torch_private.graph.foreach import copy_all, norms_of_each, subtract_from_all
 from hookline.engine.torch_private.graph.function_modes import is_exported
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward, memory_key_and_size, next_number, node_number, nodes_below,

@@ -20,8 +20,8 @@ from torch.nn import UninitializedBuffer, UninitializedParameter
 from hookline.engine import (
     has_numbers,
     is_wrapped,
-    l1_norms,
     local_part,
+    norms_of_each,
     unwrap_all_transforms,
 )
 from hookline.engine.pytree import tree
@@ -67,7 +67,8 @@ def probe_sum(value: Any) -> Tensor | None:
 def probe_each(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Do the same for each tensor that has numbers: plain ones on a GPU by one call."""
     pairs = [(tensor.detach(), _may_share_a_call(tensor)) for tensor in tensors]
-    norms = iter(l1_norms([tensor for tensor, is_shared in pairs if is_shared]))
+    shared = [tensor for tensor, is_shared in pairs if is_shared]
+    norms = iter(norms_of_each(shared, 1, torch.float32))
     probes = [next(norms) if is_shared else probe_sum(tensor) for tensor, is_shared in pairs]
     return [probe for probe in probes if probe is not None]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hookline.engine import gather_full, gather_stacked, local_part, while_tracing
 from hookline.errors import AttachError
 
-_EPSILON = 1e-6  # what clip_grad_norm_ adds to a norm before it divides by it
+EPSILON = 1e-6  # what clip_grad_norm_ adds to a norm before it divides by it
 
 
 @final
@@ -105,7 +105,7 @@ def largest_element(grad: Any) -> Tensor:
 
 
 def _scaled_to_norm(grad: Tensor, bound: float | Tensor, norm: Tensor) -> Tensor:
-    factor = (bound / (norm + _EPSILON)).clamp(max=1.0)
+    factor = (bound / (norm + EPSILON)).clamp(max=1.0)
     if grad.dtype.itemsize < 4:  # in 16 bits, a small factor would become 0
         return (grad.float() * factor).to(grad.dtype)
     clipped: Tensor = grad * factor.to(grad.dtype)

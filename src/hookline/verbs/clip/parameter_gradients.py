@@ -23,11 +23,13 @@ from hookline.engine import (
     gather_full,
     gather_json,
     is_dtensor,
+    norms_of_each,
     outer_backward,
     say_by_rank,
 )
 from hookline.errors import AttachError, RanksError, warn
 from hookline.util.fork_safe_lock import fork_safe_lock
+from hookline.verbs.clip.limit import EPSILON
 
 
 class _Accumulated(dict[int, Tensor]):
@@ -147,6 +149,9 @@ def clip_norm(parameters: Sequence[Tensor], bound: float, norm_type: float) -> T
     Returns:
         The norm before clipping, as a plain tensor.
     """
+    # Of several norms, torch's norm 0 is the number of those that are not 0: also of one.
+    if len(parameters) == 1 and norm_type and type(grad := parameters[0].grad) is Tensor:
+        return _clip_plain_gradient(grad, bound, norm_type)
     meshes: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         mesh = parameter.grad.device_mesh if is_dtensor(parameter.grad) else None  # type: ignore[arg-type, union-attr]
@@ -162,6 +167,13 @@ def clip_norm(parameters: Sequence[Tensor], bound: float, norm_type: float) -> T
     norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(first) for n in norms]), norm_type)
     for group in meshes.values():
         clip_grads_with_norm_(group, bound, norm)
+    return norm
+
+
+def _clip_plain_gradient(grad: Tensor, bound: float, norm_type: float) -> Tensor:
+    """Clip one gradient as `clip_grad_norm_` does, without the lists that it makes for many."""
+    norm: Tensor = norms_of_each([grad.detach()], norm_type)[0]
+    grad.detach().mul_((bound / (norm + EPSILON)).clamp(max=1.0))
     return norm
 
 

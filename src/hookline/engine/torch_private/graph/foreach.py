@@ -25,9 +25,11 @@ def subtract_from_all(minuends: list[Tensor], tensors: list[Tensor]) -> None:
             torch.sub(minuend, tensor, out=tensor)
 
 
-def l1_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the sum of the magnitudes of each tensor of at most 32 bits, in float32."""
-    return list(torch._foreach_norm(tensors, 1, dtype=torch.float32)) if tensors else []
+def norms_of_each(
+    tensors: list[Tensor], norm_type: float, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Return the norm of each tensor, in its own type or a wider one."""
+    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype)) if tensors else []
 
 
 def _are_plain(tensors: list[Tensor]) -> bool:
