@@ -297,6 +297,22 @@ def test_the_rank_correlation_is_that_of_a_sample():
     assert math.isnan(hl.attribute(model, X, "0", metric, clean=CLEAN).rank_correlation)
 
 
+class Root(nn.Module):
+    def forward(self, x):
+        return x.abs().sqrt()  # without a gradient at 0
+
+
+def test_an_estimate_that_is_nan_has_a_row():
+    model = nn.Sequential(nn.Linear(4, 3), Root(), nn.Linear(3, 2)).double().eval()
+    with torch.no_grad():
+        model[0].weight[1], model[0].bias[1] = 0, 0
+    estimate = hl.attribute(model, X, "0", metric, clean=CLEAN, each={"unit": 1})
+    assert np.isnan(estimate.effects).tolist() == [[False, True, False]]
+    assert [row["unit"] for row in estimate.to_dict()["rows"]] == [0, 1, 2]
+    assert estimate.is_change.all()
+    assert "NaN at 0: a value or a gradient is not finite there" in str(estimate)
+
+
 def test_changes_of_in_place_layers_are_measured_as_by_a_sweep(net):
     x, clean = torch.randn(2, 1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     sites = ["layer1.0.bn", "layer2.1.conv"]

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TypedDict, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hookline.engine import Selector, module_tree
@@ -165,9 +166,8 @@ def _result(
 ) -> Attribution:
     scores = SiteDict({site: integral.score for site, integral in integrals.items()})
     gradients = SiteDict({site: integral.mean for site, integral in integrals.items()})
-    effects = _sum_parts(grid, scores)
-    is_change = ~np.isnan(effects)
-    return Attribution(grid.axes, *numbers, is_change, scores, gradients, effects, measured)
+    effects, is_change = _sum_parts(grid, scores)
+    return Attribution(grid.axes, *numbers, effects, is_change, scores, gradients, measured)
 
 
 def _check_options(options: AttributeOptions) -> None:
@@ -203,14 +203,15 @@ def _integrate(
     return integrals
 
 
-def _sum_parts(grid: Grid, scores: Mapping[str, Tensor]) -> Array:
-    """Sum the scores of each part of each site."""
-    sums = np.full(grid.shape, np.nan)
+def _sum_parts(grid: Grid, scores: Mapping[str, Tensor]) -> tuple[Array, NDArray[np.bool_]]:
+    """Sum the scores of each part of each site, and tell which parts there are."""
+    sums, is_part = np.full(grid.shape, np.nan), np.zeros(grid.shape, dtype=bool)
     for group in grid.groups:
         for point in group.points:
             (change,) = point.changes
             sums[point.index] = float(scores[str(change.site)][change.where].double().sum())
-    return sums
+            is_part[point.index] = True
+    return sums, is_part
 
 
 def _sample_changes(groups: Sequence[Group], n: int) -> list[Group]:

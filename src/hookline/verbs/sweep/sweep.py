@@ -183,8 +183,10 @@ def _result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:
     for index, (number, has_moved) in forwards.results.items():
         values[index], is_change[index], unmoved[index] = number, True, not has_moved
     count = forwards.count + (clean is not None)
-    numbers = grid.axes, forwards.baseline, clean, is_change, values, unmoved
-    return Sweep(*numbers, count, forwards.notes)
+    with np.errstate(invalid="ignore"):  # infinity less infinity is NaN
+        effects = values - forwards.baseline
+    arrays = effects, is_change, values, unmoved
+    return Sweep(grid.axes, forwards.baseline, clean, *arrays, count, forwards.notes)
 
 
 @contextmanager

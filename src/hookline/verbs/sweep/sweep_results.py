@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
@@ -33,22 +32,20 @@ class Effects(Result):
         labels: the labels of each axis, by its name.
         baseline: the metric of the unchanged run.
         clean: the metric of the clean run; None if there was none.
+        effects: the effect of each change: the metric less the baseline. NaN where there is none.
+        is_change: whether there is such a change: sites may have values of other sizes.
     """
 
     labels: dict[str, tuple[Label, ...]]
     baseline: float
     clean: float | None
-    _is_change: NDArray[np.bool_]  # by index: sites may have values of other sizes
+    effects: Array
+    is_change: NDArray[np.bool_]
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The names of the axes, in the order of the arrays."""
         return tuple(self.labels)
-
-    @property
-    @abstractmethod
-    def effects(self) -> Array:
-        """The effect of each change: the metric less the baseline; NaN where there is no change."""
 
     @property
     def normalised(self) -> Array:
@@ -96,7 +93,7 @@ class Effects(Result):
 
     def _indexed_labels(self) -> Iterator[tuple[tuple[int, ...], dict[str, Label]]]:
         """Yield the index and the labels of each change, in the order of the arrays."""
-        for index in map(tuple, np.argwhere(self._is_change).tolist()):
+        for index in map(tuple, np.argwhere(self.is_change).tolist()):
             pairs = zip(self.labels.items(), index, strict=True)
             yield index, {axis: labels[number] for (axis, labels), number in pairs}
 
@@ -146,6 +143,8 @@ class Sweep(Effects):
             that are made together; then those of `each`; then "change", if each site has several.
         labels: the labels of each axis, by its name.
         values: the metric under each change, float64; NaN where a site has no such change.
+        effects: the metric less the baseline.
+        is_change: whether there is such a change: sites may have values of other sizes.
         unmoved: whether a change put in the value that was there, so that nothing could move.
         baseline: the metric of the unchanged run.
         clean: the metric of the clean run; None if `clean` was not given.
@@ -157,13 +156,6 @@ class Sweep(Effects):
     unmoved: NDArray[np.bool_]
     forwards: int
     notes: list[str]
-
-    @property
-    def effects(self) -> Array:
-        """The effect of each change: the metric less the baseline; NaN where there is no change."""
-        with np.errstate(invalid="ignore"):  # infinity less infinity is NaN
-            effects: Array = self.values - self.baseline
-        return effects
 
     @property
     def rows(self) -> tuple[SweepRow, ...]:
@@ -191,7 +183,7 @@ class Sweep(Effects):
     def _printout(self) -> Printout:
         ranked = self._by_effect_size()
         shown = [self._row(index, labels) for index, labels in ranked[:_MOST_ROWS]]
-        n_still = int((self.unmoved & self._is_change).sum())
+        n_still = int((self.unmoved & self.is_change).sum())
         n_idle = int(((self.effects == 0) & ~self.unmoved).sum())
         notes = [
             f"{plural(n_still, 'change')} put in the value that was there: unmoved."
@@ -233,6 +225,8 @@ class Attribution(Effects):
         labels: the labels of each axis, by its name.
         baseline: the metric of the unchanged run.
         clean: the metric of the clean run.
+        effects: the estimated effect of each change; NaN where there is none.
+        is_change: whether there is such a change: sites may have values of other sizes.
         scores: the score of each element of a value, by site: tensors of the value's shape.
         gradients: the mean gradient of each element on the path, by site.
         measured: the effects of the changes that were measured, as `check` asks; NaN elsewhere.
@@ -240,19 +234,13 @@ class Attribution(Effects):
 
     scores: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    _effects: Array
     measured: Array
-
-    @property
-    def effects(self) -> Array:
-        """The estimated effect of each change; NaN where there is no change."""
-        return self._effects
 
     @property
     def rank_correlation(self) -> float:
         """Spearman's correlation of estimates and measured effects; NaN without enough of them."""
-        is_known = np.isfinite(self.measured) & np.isfinite(self._effects)
-        return spearman(self._effects[is_known], self.measured[is_known])
+        is_known = np.isfinite(self.measured) & np.isfinite(self.effects)
+        return spearman(self.effects[is_known], self.measured[is_known])
 
     @property
     def failing(self) -> tuple[Label, ...]:
@@ -275,7 +263,7 @@ class Attribution(Effects):
         return tuple([verdict.label for verdict in self._verdicts() if not verdict.is_known])
 
     def _verdicts(self) -> list[Verdict]:
-        return judge_sites(self.labels[self.axes[0]], self._effects, self.measured)
+        return judge_sites(self.labels[self.axes[0]], self.effects, self.measured)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the axes, the metrics, the estimates and how far they hold, as plain values."""
@@ -288,7 +276,7 @@ class Attribution(Effects):
 
     def _table_rows(self) -> list[dict[str, Any]]:
         return [
-            {**labels, "estimate": float(self._effects[index]),
+            {**labels, "estimate": float(self.effects[index]),
              "measured": float(self.measured[index])}
             for index, labels in self._indexed_labels()
         ]  # fmt: skip
@@ -302,7 +290,7 @@ class Attribution(Effects):
                 *self._headings(), Heading("estimate", "number"), Heading("measured", "number"),
             ],
             rows=[
-                [*[str(label) for label in labels.values()], f"{self._effects[index]:+.4g}",
+                [*[str(label) for label in labels.values()], f"{self.effects[index]:+.4g}",
                  "" if math.isnan(self.measured[index]) else f"{self.measured[index]:+.4g}"]
                 for index, labels in ranked[:_MOST_ROWS]
             ],
