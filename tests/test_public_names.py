@@ -184,7 +184,10 @@ def stored():
 # fmt: off
 LOOK_UPS = ["full", "get", "items", "keys", "leaves", "reduced", "tensor", "values"]
 LINE = ["name", "remove", "report"]
-EFFECTS = ["axes", "baseline", "clean", "effects", "labels", "normalised", "to_dict", "to_pandas"]
+EFFECTS = [
+    "axes", "baseline", "clean", "effects", "is_change", "labels", "normalised", "to_dict",
+    "to_pandas",
+]
 SURFACES = {
     "hookline": (lambda: hl, NAMES),
     "edits": (lambda: hl.edits, [

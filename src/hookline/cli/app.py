@@ -43,7 +43,6 @@ from hookline.cli.terminal import (
 from hookline.cli.view_command import (
     make_server,
     open_in_browser,
-    page_file,
     parse_items_option,
     serve_until_interrupt,
     write_folder_page,
@@ -352,7 +351,7 @@ def profile(
     with exit_on_errors():
         files = [profiling.trace(trace)] if trace is not None else []
         if out_path is not None:
-            files.append(hl.write_page(profiling, page_file(out_path), title=loaded.name))
+            files.append(hl.write_page(profiling, out_path, title=loaded.name))
     for file in files:
         if not as_json:
             out.print(f"\nwritten: {file}", markup=False, soft_wrap=True)
@@ -477,7 +476,7 @@ def compare_command(
         print_result(comparison)
     if out_path is not None:  # after the result, which a full disk must not take away
         with exit_on_errors():
-            page = write_comparison_page(comparison, page_file(out_path), (a, b))
+            page = write_comparison_page(comparison, out_path, (a, b))
         if not (as_json or annotations):
             out.print(f"\nwritten: {page}", markup=False, soft_wrap=True)
     if not comparison.ok:

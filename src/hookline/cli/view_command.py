@@ -72,14 +72,14 @@ def _may_be_written_yet(folder: Path) -> bool:
 
 
 def write_folder_page(
-    folders: list[Path], items: tuple[int, ...] | None, out: Path
+    folders: list[Path], items: tuple[int, ...] | None, out_path: Path
 ) -> tuple[Path, Findings | None]:
     """Write the page of a folder as one file.
 
     Args:
         folders: the folder, or two to compare; or a file that `hl.check(keep=)` wrote.
         items: of a store, the items that are shown.
-        out: a file that ends in `.html`, or a folder.
+        out_path: a file that ends in `.html`, or a folder.
 
     Returns:
         The file, and what was found in the folder; None for a comparison and a finding of
@@ -89,7 +89,6 @@ def write_folder_page(
         HooklineError: the folder holds nothing readable, or the file cannot be written.
         InputError: items are chosen for a comparison.
     """
-    target = page_file(out)
     if len(folders) > 1:
         if items is not None:
             raise InputError(
@@ -97,21 +96,16 @@ def write_folder_page(
                 " which is of all items.\nLeave out --items, or --out."
             )
         names = [str(folder) for folder in folders]
-        return write_comparison_page(compare(*folders), target, names), None
+        return write_comparison_page(compare(*folders), out_path, names), None
     folder = folders[0]
     if is_run(folder):
         title, where = folder.resolve().name, os.fspath(folder)
-        page = write_curves_page(open_run(folder), target, title=title, where=where)
+        page = write_curves_page(open_run(folder), out_path, title=title, where=where)
         return page, judge_folder(folder)
     if may_hold_finding(folder):
-        return write_page(read_finding(folder), target), None
+        return write_page(read_finding(folder), out_path), None
     contents = FolderSource(folder, items).read()
-    return write_contents_page(contents, target, title=folder.resolve().name)
-
-
-def page_file(out: Path) -> Path:
-    """Return the file of a page: a path that ends in `.html`, or `report.html` in the folder."""
-    return out if out.suffix == ".html" else out / "report.html"
+    return write_contents_page(contents, out_path, title=folder.resolve().name)
 
 
 def serve_until_interrupt(server: LimitedServer, folders: list[Path], open_browser: bool) -> None:

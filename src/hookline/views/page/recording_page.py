@@ -289,11 +289,9 @@ def _view_command(target: Path, contents: FolderContents) -> str:
 
 
 def page_file(path: str | os.PathLike[str]) -> Path:
-    """Return the file to write: the path, or `report.html` in it if it is a folder."""
+    """Return the file to write: a path that ends in `.html`, or else `report.html` in a folder."""
     target = local_path(path)
-    # `Path.is_dir` raises where a name is too long, or a folder is closed to this user.
-    is_folder = os.path.isdir(target) or os.fspath(path).endswith(("/", os.sep))
-    return target / _FILE_NAME if is_folder else target
+    return target if target.suffix.lower() in (".html", ".htm") else target / _FILE_NAME
 
 
 def write_page_file(target: Path, text: str) -> Path:

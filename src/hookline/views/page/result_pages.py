@@ -63,7 +63,7 @@ def write_page(
         result: what `hl.record`, `hl.compare`, `hl.shadow`, `hl.sweep`, `hl.attribute`,
             `hl.profile` or `hl.monitor` returned, a store of `hl.extract`, or `error.finding` of
             `hl.check`.
-        path: the file to write, or an existing folder, in which `report.html` is written. Missing
+        path: the file to write, which ends in `.html`, or a folder for `report.html`. Missing
             folders are created.
         title: the heading of the page; empty for one that says what the result is.
         texts: of effects, other labels for an axis, such as the tokens:

@@ -25,6 +25,7 @@ function makePane(host, core, view, { onClose, onStale }) {
   const { rows, values } = core;
   const isServed = state !== undefined;
   let asked = 0; // the last request for maps; older answers are dropped
+  let focused = ""; // what had the focus before it was drawn anew, and waits for an answer
 
   function draw() {
     const row = view.row;
@@ -32,7 +33,8 @@ function makePane(host, core, view, { onClose, onStale }) {
     const { main, rest, forward, gradient } = view.table;
     const first = forward[row] ?? gradient[row];
     const body = element("div", { class: "pane-body" });
-    const focused = host.contains(document.activeElement) ? document.activeElement.id : "";
+    const active = document.activeElement;
+    if (active !== document.body) focused = host.contains(active) ? active.id : "";
     host.replaceChildren(headOf(row, first), body);
     host.scrollTop = 0;
     for (const finding of view.findings)
@@ -57,7 +59,7 @@ function makePane(host, core, view, { onClose, onStale }) {
       maps: element("div", { class: "maps" }),
     };
     body.append(boxes.over, boxes.maps);
-    showMaps(boxes, pair, focused);
+    showMaps(boxes, pair);
     const others = [...Object.values(main[row]), ...rest[row]].filter(
       (value) => !pair.includes(value),
     );
@@ -205,7 +207,7 @@ function makePane(host, core, view, { onClose, onStale }) {
 
   // -- maps --------------------------------------------------------------------------------------
 
-  async function showMaps(boxes, pair, focused = "") {
+  async function showMaps(boxes, pair) {
     const ticket = (asked += 1);
     const answer = isServed ? await askMaps(pair[0]) : embeddedAnswer(pair);
     if (ticket !== asked || !answer?.own) return; // of another recording: the page reloads
@@ -240,6 +242,7 @@ function makePane(host, core, view, { onClose, onStale }) {
     else if (!isServed && core.hasMaps && !values.problem[pair[0]])
       boxes.maps.replaceChildren(quiet("Its picture did not fit into the file."));
     if (focused && document.activeElement === document.body) byId(focused)?.focus();
+    focused = "";
   }
 
   const isGradient = (value) => core.ports[values.port[value]].startsWith("grad");
