@@ -1,8 +1,7 @@
-"""Steps of a training: who tells them, which values are theirs, and pairs of optimizers."""
+"""Steps of a training: who tells them, and which values are theirs."""
 
 from __future__ import annotations
 
-import gc
 import operator
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from hookline.engine import Site
 from hookline.util import fork_safe_lock
 from hookline.verbs.monitor import training_steps
 from hookline.verbs.monitor.slots import Slots
-from hookline.verbs.monitor.training_steps import OptimizerPairs
 from meeting import Meanwhile, ToldLock, in_autograds_thread
 
 X = torch.ones(1, 2)
@@ -103,42 +101,6 @@ def test_a_site_that_appears_meanwhile_has_a_later_version():
     sites, later = slots.sites_and_version()
     assert [one.name for one in sites] == ["late"]
     assert later > version
-
-
-def optimizers(n):
-    return [torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(n)]
-
-
-def test_optimizers_without_a_run_in_between_are_a_pair():
-    pairs, (one, other) = OptimizerPairs(), optimizers(2)
-    pairs.note_run()
-    assert not pairs.pair_with_last(one)
-    pairs.note_step(one)
-    assert pairs.pair_with_last(other)
-    pairs.note_step(other)
-    assert not list(pairs.partners_before_run(one))  # no run since
-    pairs.note_run()
-    assert list(pairs.partners_before_run(one)) == [other]
-    assert list(pairs.partners_before_run(other)) == [one]
-
-
-def test_a_run_in_between_or_the_same_optimizer_makes_no_pair():
-    pairs, (one, other) = OptimizerPairs(), optimizers(2)
-    pairs.note_step(one)
-    assert not pairs.pair_with_last(one)
-    pairs.note_run()
-    assert not pairs.pair_with_last(other)
-    assert not list(pairs.partners_before_run(one))
-
-
-def test_an_optimizer_that_is_gone_is_no_partner():
-    pairs, (one, other) = OptimizerPairs(), optimizers(2)
-    pairs.note_step(other)
-    assert pairs.pair_with_last(one)
-    pairs.note_run()
-    del other
-    gc.collect()
-    assert not list(pairs.partners_before_run(one))
 
 
 # -- what counts before it is known who tells ----------------------------------------------------

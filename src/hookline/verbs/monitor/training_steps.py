@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NamedTuple, final
@@ -16,10 +15,11 @@ from torch.optim import Optimizer
 
 from hookline.curves import LOGGED, StepReport
 from hookline.display.text import type_and_line
-from hookline.engine import Pass, at_end_of_backward, closure_of, outer_backward, parameter_ids
+from hookline.engine import Pass, at_end_of_backward, closure_of, outer_backward
 from hookline.errors import HooklineWarning, InputError, warn
 from hookline.verbs.monitor.firing_order import FiringOrder
 from hookline.verbs.monitor.loss_scale import LossScale, is_skipped_by_scaler
+from hookline.verbs.monitor.optimizers import Optimizers
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.rank_gatherer import RankGatherer, ReportedStep
 from hookline.verbs.monitor.running_optimizer_steps import RunningSteps, frame_outside_hookline
@@ -107,22 +107,16 @@ class TrainingSteps:
         self.n_reported: int = 0
         self.n_ended: int = 0
         self.told_by: str = ""  # "optimizer" or "pass", once it is known
-        self._model = weakref.ref(model)
         self._knows_optimizers = False
         self._slots = parameters.slots
         self._measured = parameters
         self._scaling = scaling
         self._add = add
-        # The number of parameters that each optimizer has, and the ids of those of the model.
-        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]]
-        self._held = weakref.WeakKeyDictionary()
-        # The parameters of the model that no known optimizer holds; None is to be found.
-        self._not_held: list[weakref.ref[Tensor]] | None = None
         self._has_stepped = False
         self._stepped: set[int] = set()  # the ids of the parameters stepped in this step
         self._backward = -1  # the number of the backward that runs, if optimizers step in it
         self._running = RunningSteps()
-        self._pairs = OptimizerPairs()
+        self._optimizers = Optimizers(model)
         self._goes_on = False  # whether values of this step may be in the last one
         # The slots of this step up to its last optimizer's step.
         self._aside = StepSlots()
@@ -283,38 +277,21 @@ class TrainingSteps:
     def trains(self, optimizer: Any) -> bool:
         """Tell whether an optimizer trains the model."""
         with self._lock:
-            return bool(self._held_by(optimizer))
-
-    def _held_by(self, optimizer: Optimizer) -> frozenset[int]:
-        """Return the ids of the model's parameters that an optimizer holds."""
-        n = sum(len(group["params"]) for group in optimizer.param_groups)
-        entry = self._held.get(optimizer)
-        if entry is None or entry[0] != n:  # a group was added
-            ids = frozenset(self._weight_ids().intersection(parameter_ids(optimizer)))
-            entry = self._held[optimizer] = n, ids
-            self._not_held = None
-        return entry[1]
-
-    def _weights(self) -> list[nn.Parameter]:
-        model = self._model()
-        return [] if model is None else list(model.parameters())
-
-    def _weight_ids(self) -> set[int]:
-        return set(map(id, self._weights()))
+            return bool(self._optimizers.held_by(optimizer))
 
     @_stop_on_error
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measure weights and gradients: the hook before an optimizer's step."""
-        held, is_skipped = self._held_by(optimizer), is_skipped_by_scaler(optimizer)
+        held, is_skipped = self._optimizers.held_by(optimizer), is_skipped_by_scaler(optimizer)
         if not self._running.begin(frame_outside_hookline(), held, is_skipped=is_skipped):
             return
         if self._slots.has_run:
-            self._pairs.note_run()
+            self._optimizers.note_run()
         if self.told_by != "optimizer":
             self._count_by_optimizer()
-        elif not self._stepped.isdisjoint(self._held_by(optimizer)) or self._begins_step(optimizer):
+        elif not self._stepped.isdisjoint(held) or self._begins_step(optimizer):
             self._end_open_step()
-        last = self._pairs.pair_with_last(optimizer)
+        last = self._optimizers.pair_with_last(optimizer)
         if last is not None:
             self._goes_on = self._goes_on or not self._has_stepped
             self._warn_of_shared_parameter(last, optimizer)
@@ -331,9 +308,9 @@ class TrainingSteps:
             self._measured.measure_after(optimizer, has_grads=closure_of(args, kwargs) is not None)
             self._slots.merge_step(self._aside)
             self._aside = StepSlots()
-        self._stepped |= self._held_by(optimizer)
+        self._stepped |= self._optimizers.held_by(optimizer)
         self._has_stepped = True
-        self._pairs.note_step(optimizer)
+        self._optimizers.note_step(optimizer)
         self._slots.has_run = False
         backward = outer_backward()
         if backward < 0:
@@ -364,24 +341,18 @@ class TrainingSteps:
 
     def _begins_step(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer steps after a later run than those of the open step did."""
-        partners = self._pairs.partners_before_run(optimizer)
-        return any(not self._stepped.isdisjoint(self._held_by(partner)) for partner in partners)
+        partners = self._optimizers.partners_before_run(optimizer)
+        held = map(self._optimizers.held_by, partners)
+        return any(not self._stepped.isdisjoint(ids) for ids in held)
 
     def _is_complete(self) -> bool:
         """Tell whether every parameter was stepped that will be stepped in this step."""
         if not self._knows_optimizers:
-            return self._weight_ids() <= self._stepped
-        if not all(ids <= self._stepped for _, ids in self._held.values()):
+            return self._optimizers.weight_ids() <= self._stepped
+        if not self._optimizers.all_held() <= self._stepped:
             return False
         # An optimizer that has not stepped yet may hold the parameters that have gradients.
-        return all(parameter.grad is None for parameter in self._unheld_weights())
-
-    def _unheld_weights(self) -> list[Tensor]:
-        if self._not_held is None:
-            held_ids = frozenset().union(*(ids for _, ids in self._held.values()))
-            free = [weight for weight in self._weights() if id(weight) not in held_ids]
-            self._not_held = list(map(weakref.ref, free))
-        return [parameter for ref in self._not_held if (parameter := ref()) is not None]
+        return all(weight.grad is None for weight in self._optimizers.unheld_weights())
 
     # -- who tells ---------------------------------------------------------------------------------
 
@@ -448,7 +419,7 @@ class TrainingSteps:
         self._has_stepped = self._goes_on = False
         self._stepped.clear()
         if is_due and self.told_by == "optimizer":
-            self._measured.measure_weights(self._unheld_weights())
+            self._measured.measure_weights(self._optimizers.unheld_weights())
         elif is_due:
             self._slots.include_apart()
         step_slots = self._slots.take() if is_due or self._slots.is_on else StepSlots()
@@ -480,7 +451,8 @@ class TrainingSteps:
 
     def _warn_of_shared_parameter(self, last: Optimizer, optimizer: Optimizer) -> None:
         """Warn, once, if an optimizer steps what another has just stepped: who ends the step?"""
-        if self._has_told_shared or self._held_by(last).isdisjoint(self._held_by(optimizer)):
+        held, others = map(self._optimizers.held_by, (last, optimizer))
+        if self._has_told_shared or held.isdisjoint(others):
             return
         self._has_told_shared = True
         names = " and ".join(type(member).__name__ for member in (last, optimizer))
@@ -532,40 +504,3 @@ class TrainingSteps:
             self._slots.include_apart()
             if (self._open is not None and not has_failed) or self._slots.has_values():
                 self._end_step(is_last=True)
-
-
-@final
-class OptimizerPairs:
-    """Pairs of optimizers that have stepped without a run of the model in between.
-
-    Optimizers may step at different rates, and then a training step has no fixed last one. Two that
-    have stepped directly after each other belong to one training step. So if the model runs between
-    their steps, the later of them begins another.
-    """
-
-    def __init__(self) -> None:
-        self._partners: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]]
-        self._partners = weakref.WeakKeyDictionary()
-        self._last: weakref.ref[Optimizer] | None = None
-        self._has_run = False
-
-    def note_run(self) -> None:
-        """Note that the model runs with gradients."""
-        self._has_run = True
-
-    def partners_before_run(self, optimizer: Optimizer) -> Iterable[Optimizer]:
-        """Return the partners of an optimizer whose last steps were before the present run."""
-        return self._partners.get(optimizer, ()) if self._has_run else ()
-
-    def pair_with_last(self, optimizer: Optimizer) -> Optimizer | None:
-        """Return the optimizer directly after which another steps, and note the two as a pair."""
-        last = None if self._last is None or self._has_run else self._last()
-        if last is None or last is optimizer:
-            return None
-        for member, partner in ((last, optimizer), (optimizer, last)):
-            self._partners.setdefault(member, weakref.WeakSet()).add(partner)
-        return last
-
-    def note_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has stepped."""
-        self._last, self._has_run = weakref.ref(optimizer), False
