@@ -22,7 +22,7 @@ from hookline.models import Batch, LoadedModel
 from hookline.recordings import Recording, check_target
 from hookline.verbs.doctor.diagnosis import Diagnosis, Note, SiteVerdict
 from hookline.verbs.profile.profile import Profile
-from hookline.verbs.shared.rerun import eval_without_side_effects
+from hookline.verbs.shared.model_state import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs, call, sum_of_mean_squares
 from hookline.verbs.summary import Summary
 from hookline.views.page import Evidence, write_recording_page

@@ -25,7 +25,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import describe, tree
 from hookline.errors import SelectionError
-from hookline.verbs.shared.rerun import eval_without_side_effects
+from hookline.verbs.shared.model_state import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs, call, unwrap_lone_tensor
 
 

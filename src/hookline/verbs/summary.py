@@ -30,8 +30,8 @@ from hookline.engine import (
 from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.verbs.shared.failing_module import failure_text
-from hookline.verbs.shared.rerun import eval_without_side_effects, map_inputs
-from hookline.verbs.shared.run_model import Inputs, call, unwrap_lone_tensor
+from hookline.verbs.shared.model_state import eval_without_side_effects
+from hookline.verbs.shared.run_model import Inputs, call, map_inputs, unwrap_lone_tensor
 
 
 @final

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
-from hookline.verbs.shared.rerun import in_eval_mode
+from hookline.verbs.shared.model_state import in_eval_mode
 from hookline.verbs.shared.run_model import call, unwrap_lone_tensor
 
 

@@ -45,7 +45,7 @@ from hookline.verbs.anatomy.stacks import Stack
 from hookline.verbs.anatomy.trace import Trace, trace_model
 from hookline.verbs.anatomy.trial_inputs import trial_inputs
 from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
-from hookline.verbs.shared.rerun import eval_without_side_effects
+from hookline.verbs.shared.model_state import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs
 
 

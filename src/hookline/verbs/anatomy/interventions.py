@@ -20,7 +20,7 @@ from hookline.verbs.anatomy.stream_claims import reshape_or_expand
 from hookline.verbs.anatomy.trace import Trace
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.record.features import features
-from hookline.verbs.shared.rerun import copied
+from hookline.verbs.shared.run_model import copied
 
 _Numbers = Callable[[str], Tensor]  # what a site gets
 

@@ -33,8 +33,7 @@ from hookline.verbs.anatomy.stacks import Stack, find_stacks
 from hookline.verbs.anatomy.stream_claims import claim_stream_identities
 from hookline.verbs.anatomy.trace import Trace
 from hookline.verbs.record.record import record
-from hookline.verbs.shared.rerun import copied
-from hookline.verbs.shared.run_model import call
+from hookline.verbs.shared.run_model import call, copied
 
 
 def find_and_prove(model: nn.Module, trace: Trace, inputs: Sequence[Any]) -> list[Stack]:

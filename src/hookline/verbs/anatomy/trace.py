@@ -25,8 +25,8 @@ from hookline.engine import (
 )
 from hookline.engine.function_names import functions_by_name, name_of
 from hookline.engine.pytree import tree
-from hookline.verbs.shared.rerun import copied, version
-from hookline.verbs.shared.run_model import call
+from hookline.verbs.shared.model_state import version
+from hookline.verbs.shared.run_model import call, copied
 
 SUMS = {"add", "add_", "iadd", "radd"}
 SCALES = {"mul", "mul_", "imul", "rmul", "div", "div_", "idiv", "true_divide", "rdiv"}

@@ -39,7 +39,7 @@ from hookline.verbs.check.nonfinite_origins import measure
 from hookline.verbs.check.pending_findings import Checked, Outcome, finding_of_tensor
 from hookline.verbs.check.replay import RUN, CheckedRun, RepeatedBackward, Replay
 from hookline.verbs.check.unusual_outputs import warn_of_missing_gradients
-from hookline.verbs.shared.rerun import version
+from hookline.verbs.shared.model_state import version
 
 # A backward that raises never ends here, so the oldest is forgotten.
 _MOST_BACKWARDS = 16

@@ -47,8 +47,9 @@ from hookline.verbs.check.nonfinite_origins import (
     measure,
 )
 from hookline.verbs.check.replay_file import SavedCall
-from hookline.verbs.shared import rerun
-from hookline.verbs.shared.rerun import ChangingBuffers, RunComparison, RunStart
+from hookline.verbs.shared.gradients import gradients
+from hookline.verbs.shared.model_state import restore_state, version
+from hookline.verbs.shared.rerun import ChangingBuffers, RunComparison, RunStart, Sums
 from hookline.verbs.shared.root_call import root_call
 
 # A parameter above this size is a likely cause: float16 ends at 65,504.
@@ -69,7 +70,7 @@ class CheckedRun:
     is_transformed: bool  # whether it runs inside a transform of torch.func
     # A number for each output of a leaf module and of the root, in the order of the run, which is
     # not finite if any element of the output is not.
-    sums: rerun.Sums = field(default_factory=list)
+    sums: Sums = field(default_factory=list)
     start: RunStart | None = None  # what the run began with; None where that is not known
     # The number of its first node; None where the root was not called.
     first_node: int | None = None
@@ -128,7 +129,7 @@ class ModuleCall:
 
 def _versions(args: Any, kwargs: Any) -> list[int | None]:
     values = (*args, *kwargs.values())
-    return [rerun.version(tensor) for value in values for tensor in _tensors_in(value)]
+    return [version(tensor) for value in values for tensor in _tensors_in(value)]
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
@@ -225,13 +226,13 @@ class Replay:
         self._is_backward = True
         with (
             as_recomputation(self._passes),
-            rerun.restore_state(list(self._root.modules())),
+            restore_state(list(self._root.modules())),
             self._recording_calls(),
             torch.autograd.set_detect_anomaly(True, check_nan=False),
             self._origins,
         ):
             outputs, output_grads = zip(*pairs, strict=True)
-            grads = rerun.gradients(outputs, leaves, output_grads)
+            grads = gradients(outputs, leaves, output_grads)
         marks = [None if grad is None else self._origins.mark_of(grad) for grad in grads]
         origins = [mark.origin for mark in marks if mark is not None and mark.origin is not None]
         marks_of_weights = zip(weights, marks, strict=False)

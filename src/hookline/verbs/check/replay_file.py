@@ -27,7 +27,7 @@ from hookline.errors import FolderError, ModelError, NonFiniteError
 from hookline.files.folder_or_url import local_path
 from hookline.recordings.encoding import decode, encode
 from hookline.verbs.check.finding import CheckFinding
-from hookline.verbs.shared.rerun import Autocast, use_autocast
+from hookline.verbs.shared.run_settings import Autocast, use_autocast
 
 _FORMAT = "hookline finding 1"
 _KEY = "hookline"

@@ -21,7 +21,7 @@ from hookline.verbs.compare.noise_floor import eps_of
 from hookline.verbs.compare.read_sides import Entry, Side
 from hookline.verbs.shared.casting import cast_dtype, cast_model
 from hookline.verbs.shared.failing_module import hookline_notes
-from hookline.verbs.shared.rerun import eval_without_side_effects
+from hookline.verbs.shared.model_state import eval_without_side_effects
 from hookline.verbs.shared.run_model import call
 
 # Also in float64, norms, softmax and rotary tables are computed in float32: up to 1e-7.

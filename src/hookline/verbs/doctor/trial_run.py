@@ -38,14 +38,9 @@ from hookline.errors import HooklineError
 from hookline.verbs.doctor.diagnosis import Note
 from hookline.verbs.doctor.observe import foreign_hooks
 from hookline.verbs.shared.failing_module import failure_text
-from hookline.verbs.shared.rerun import (
-    ReentrantError,
-    copied,
-    gradients,
-    leaves_and_reentrancy,
-    restore_after_run,
-)
-from hookline.verbs.shared.run_model import call
+from hookline.verbs.shared.gradients import ReentrantError, gradients, leaves_and_reentrancy
+from hookline.verbs.shared.model_state import restore_after_run
+from hookline.verbs.shared.run_model import call, copied
 
 _VIEW_OF_A_HOOK = re.compile(r"BackwardHookFunction\w* is a view and is being modified")
 

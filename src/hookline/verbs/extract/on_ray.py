@@ -35,7 +35,7 @@ from hookline.verbs.extract.engines import read_foreign_shard, write_shards
 from hookline.verbs.extract.process_setup import Setup
 from hookline.verbs.extract.unpicklable import find_unpicklable
 from hookline.verbs.extract.worker import Worker
-from hookline.verbs.shared.rerun import Autocast, current_autocast
+from hookline.verbs.shared.run_settings import Autocast, current_autocast
 
 _CONNECT_S = 10.0
 _LOOK_S = 60.0  # how long actors may take to start, before a warning

@@ -23,7 +23,7 @@ from hookline.verbs.record.float32_reductions import call_in_float32
 from hookline.verbs.record.keep import Keep
 from hookline.verbs.record.run_to_last_site import PartialForward
 from hookline.verbs.record.track_model_state import KeptState
-from hookline.verbs.shared.rerun import in_eval_mode
+from hookline.verbs.shared.model_state import in_eval_mode
 
 _MOST_NAMED = 3
 

@@ -16,8 +16,8 @@ from hookline.engine import is_compiled
 from hookline.verbs.invariance.batch import DECODED, IDS, MASK, POSITIONS, NotApplicable, Side
 from hookline.verbs.invariance.trials import Run, Trials
 from hookline.verbs.shared.kv_cache import CACHES
-from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
-from hookline.verbs.shared.run_model import call
+from hookline.verbs.shared.run_model import call, copied
+from hookline.verbs.shared.run_settings import RandomStates, generators_of
 
 Pair = tuple[Run, Run]
 _MOST_ALONE = 4  # rows that run alone

@@ -22,7 +22,7 @@ from hookline.verbs.invariance.trials import Trials, compare_runs
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.kv_cache import find_cache, n_cached_tokens
 from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
-from hookline.verbs.shared.rerun import first_lazy_name
+from hookline.verbs.shared.model_state import first_lazy_name
 from hookline.verbs.shared.run_model import Inputs, check_arguments, unwrap_lone_tensor
 
 _MOST_NAMED = 3

@@ -28,7 +28,7 @@ from hookline.engine import (
 )
 from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.util.stopwatch import STOPWATCH
-from hookline.verbs.shared.rerun import Autocast, current_autocast
+from hookline.verbs.shared.run_settings import Autocast, current_autocast
 
 _MOST_KINDS = 16
 _ATOMS = (int, float, bool, str, type(None))

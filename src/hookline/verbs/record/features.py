@@ -16,7 +16,7 @@ from hookline.recordings import Recording
 from hookline.verbs.record.keep import Keep
 from hookline.verbs.record.run_to_last_site import PartialForward
 from hookline.verbs.record.track_model_state import KeptState, may_keep_state
-from hookline.verbs.shared.rerun import in_eval_mode
+from hookline.verbs.shared.model_state import in_eval_mode
 from hookline.verbs.shared.run_model import Inputs, unwrap_lone_tensor
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from hookline.errors import InputError
-from hookline.verbs.shared.rerun import first_name
+from hookline.verbs.shared.model_state import first_name
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import nn
 from hookline.engine import hook_dict
 from hookline.engine.pytree import tree
 from hookline.errors import InputError
-from hookline.verbs.shared.rerun import first_name
+from hookline.verbs.shared.model_state import first_name
 
 
 def refuse_meta_tensors(

@@ -17,7 +17,7 @@ from hookline.display.text import plural
 from hookline.engine.pytree import tree
 from hookline.errors import InputError
 from hookline.verbs.shared.failing_module import note_failing_module
-from hookline.verbs.shared.rerun import first_lazy_name, restore_after_run
+from hookline.verbs.shared.model_state import first_lazy_name, restore_after_run
 
 _N_KEYS_SHOWN = 3
 
@@ -51,6 +51,31 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     if isinstance(inputs, tuple):
         return inputs, {}
     return ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {})
+
+
+def copied(inputs: Any) -> Any:
+    """Return the inputs with copied tensors, because a model may write to its inputs.
+
+    The copies also get the gradients of the run.
+    """
+    return map_inputs(_copy, inputs)
+
+
+def map_inputs(change: Callable[[Tensor], Tensor], inputs: Any) -> Any:
+    """Return the inputs with changed tensors; a function that runs the model, as it is."""
+    if isinstance(inputs, Mapping):
+        return {key: tree.map_tensors(change, part) for key, part in inputs.items()}
+    if callable(inputs) and not isinstance(inputs, Tensor):
+        return inputs
+    return tree.map_tensors(change, inputs)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if tensor.grad_fn is None:
+        return copy
+    with torch.enable_grad():
+        return copy.clone()  # a non-leaf as well, which may be written to in place
 
 
 def check_arguments(inputs: Any, of: str) -> None:

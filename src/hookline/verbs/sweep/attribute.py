@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from hookline.engine import Selector, module_tree
 from hookline.errors import InputError, check_option_names, check_positive_int
 from hookline.statistics.site_dict import SiteDict
-from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
-from hookline.verbs.shared.run_model import Inputs, call
+from hookline.verbs.shared.run_model import Inputs, call, copied
+from hookline.verbs.shared.run_settings import RandomStates, generators_of
 from hookline.verbs.sweep.changing import Changing, recorded_run
 from hookline.verbs.sweep.forwards import Forwards
 from hookline.verbs.sweep.grid import Each, Grid, Group, check_each, clean_patches, sites_of

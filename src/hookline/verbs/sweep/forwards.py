@@ -16,7 +16,8 @@ from hookline.engine import ModuleTree, foreign_hooks, is_scripted, parse_site
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError
 from hookline.verbs.record.track_model_state import KeptState, may_keep_state
-from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
+from hookline.verbs.shared.run_model import copied
+from hookline.verbs.shared.run_settings import RandomStates, generators_of
 from hookline.verbs.sweep.agreement import may_be_rounding, numbers_agree, outputs_agree
 from hookline.verbs.sweep.changing import Changing
 from hookline.verbs.sweep.grid import Group, Point

@@ -14,8 +14,8 @@ from hookline.engine import is_recomputing
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AmbiguousError, InputError, StructureError
 from hookline.verbs.edit.edit import edit
-from hookline.verbs.shared.rerun import copied, gradients
-from hookline.verbs.shared.run_model import call
+from hookline.verbs.shared.gradients import gradients
+from hookline.verbs.shared.run_model import call, copied
 from hookline.verbs.sweep.metric import Metric, metric_number
 
 Values = Mapping[str, Any]

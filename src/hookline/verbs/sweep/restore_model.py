@@ -13,7 +13,8 @@ from hookline.engine import is_compiled, path_text, require_model
 from hookline.errors import InputError
 from hookline.verbs.shared.inference_tensors import explain_inference_weights
 from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
-from hookline.verbs.shared.rerun import RandomStates, first_lazy_name, restore_after_run
+from hookline.verbs.shared.model_state import first_lazy_name, restore_after_run
+from hookline.verbs.shared.run_settings import RandomStates
 from hookline.verbs.sweep.agreement import is_same_number
 from hookline.verbs.sweep.metric import Metric, metric_number
 

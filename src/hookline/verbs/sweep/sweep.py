@@ -16,8 +16,7 @@ from hookline.engine import Selector, Site, module_tree
 from hookline.errors import InputError, NotRecordedError, check_option_names, check_positive_int
 from hookline.verbs.record.run_to_last_site import PartialForward
 from hookline.verbs.shared.progress_bar import progress_bar
-from hookline.verbs.shared.rerun import copied
-from hookline.verbs.shared.run_model import Inputs, call
+from hookline.verbs.shared.run_model import Inputs, call, copied
 from hookline.verbs.sweep.changing import Changing
 from hookline.verbs.sweep.forwards import Forwards
 from hookline.verbs.sweep.grid import (

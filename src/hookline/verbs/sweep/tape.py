@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hookline.engine import Site, foreign_hooks, has_numbers
 from hookline.engine.pytree import tree
-from hookline.verbs.shared.rerun import version
+from hookline.verbs.shared.model_state import version
 from hookline.verbs.sweep.rows_per_change import NoRowsError, longer_dim
 
 # The block that records or replays in this context. Other threads get the original forwards.

@@ -1,0 +1,64 @@
+"""Gradients that leave every `.grad` as it is, also through reentrant checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.engine import has_process_group, tensor_hook_dict
+from hookline.verbs.shared.model_state import grads_restored
+
+
+class ReentrantError(RuntimeError):
+    """A graph with a reentrant checkpoint has hooks that only a real backward may call."""
+
+
+def gradients(
+    outputs: Sequence[Tensor],
+    tensors: Sequence[Tensor] | None = None,
+    grads: Sequence[Tensor] | None = None,
+) -> list[Tensor | None]:
+    """Compute gradients of outputs, and leave every `.grad` as it is.
+
+    Without `tensors`, return the gradients of all leaf tensors of the graph.
+
+    Raises:
+        ReentrantError: a part of the graph is checkpointed with use_reentrant=True, and there are
+            hooks on accumulated gradients.
+    """
+    leaves, is_reentrant = leaves_and_reentrancy(outputs)
+    tensors = leaves if tensors is None else tensors
+    if not is_reentrant:
+        return list(torch.autograd.grad(outputs, tensors, grads, allow_unused=True))
+    # A reentrant checkpoint refuses torch.autograd.grad.
+    if has_process_group() or any(tensor_hook_dict(leaf, "accumulated") for leaf in leaves):
+        raise ReentrantError(
+            "a checkpoint with use_reentrant=True only allows backward(), which would also run the"
+            " hooks after gradient accumulation"
+        )
+    with grads_restored({id(tensor): tensor for tensor in (*leaves, *tensors)}.values()):
+        torch.autograd.backward(outputs, grads)
+        return [tensor.grad for tensor in tensors]
+
+
+def leaves_and_reentrancy(outputs: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+    """Return the leaf tensors of a graph, and whether it holds reentrant checkpoints."""
+    outputs = list(outputs)
+    leaves = [output for output in outputs if output.grad_fn is None]
+    waiting: list[Any] = [output.grad_fn for output in outputs]
+    is_reentrant = False
+    visited: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        is_reentrant |= node.name() == "CheckpointFunctionBackward"
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            leaves.append(leaf)
+        waiting += [before for before, _ in node.next_functions]
+    return leaves, is_reentrant
