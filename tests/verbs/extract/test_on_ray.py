@@ -12,7 +12,6 @@ import time
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
@@ -20,7 +19,6 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.files.folder_or_url import place_of
 from hookline.verbs.extract import on_ray
 from hookline.verbs.extract.resumable_extraction import Extraction
 from thoroughness import tries
@@ -220,30 +218,6 @@ def test_one_actor_does_all_where_there_is_room_for_one(cluster, tmp_path, whole
     assert files(tmp_path / "s") == files(whole)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_ctrl_c_while_a_cluster_starts_leaves_none(monkeypatch, n):
-    """The second one is not waited with."""
-    seen = []
-
-    def init(**options):
-        for _ in range(n):
-            signal.raise_signal(signal.SIGINT)
-        seen.append("init")
-
-    fake = SimpleNamespace(
-        is_initialized=lambda: False, init=init, shutdown=lambda: seen.append("shutdown")
-    )
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
-    try:
-        with pytest.raises(KeyboardInterrupt), on_ray._cluster(fake):
-            seen.append("used")
-        assert seen == (["init", "shutdown"] if n == 1 else ["shutdown"])
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 START = """
 import os, signal, sys, warnings
 warnings.simplefilter("error")
@@ -313,29 +287,6 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch, tmp_path, address)
     with pytest.raises(hl.RanksError, match=f"must reach {address}, got ConnectionRefusedError"):
         hl.extract(nn.ReLU(), ROWS, "", tmp_path / "s", engine="ray")
     assert not (tmp_path / "s").exists()
-
-
-def test_other_machines_must_share_the_folder(tmp_path):
-    two = SimpleNamespace(nodes=lambda: [{"Alive": True}, {"Alive": True}, {"Alive": False}])
-    with pytest.warns(hl.HooklineWarning, match="a folder that the 2 machines of the cluster"):
-        on_ray._warn_of_other_nodes(two, place_of(tmp_path))
-    on_ray._warn_of_other_nodes(two, place_of("memory://features"))  # a URL is the same anywhere
-
-
-def nodes(*resources):
-    return SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": one} for one in resources])
-
-
-def test_each_machine_has_as_many_actors_as_it_has_room_for():
-    assert on_ray._max_actors(nodes({"CPU": 2.0}), 1, "cpu") == 2
-    assert on_ray._max_actors(nodes({"CPU": 1.0}), 1, "cpu") == 1
-    assert on_ray._max_actors(nodes({"CPU": 6.0}, {"CPU": 7.0}), 4, "cpu") == 2
-    assert on_ray._max_actors(nodes({"CPU": 8.0}, {"CPU": 8.0}), 4, "cpu") == 4
-    assert on_ray._max_actors(nodes({"CPU": 9.0, "GPU": 2.0}, {"CPU": 2.0}), 4, "cuda") == 2
-    with pytest.raises(hl.RanksError, match=r"4 CPUs for an actor, got at most 2(.|\n)*threads\(2"):
-        on_ray._max_actors(nodes({"CPU": 2.0}, {"CPU": 2.0}), 4, "cpu")
-    with pytest.raises(hl.RanksError, match="must have a GPU for a model on one"):
-        on_ray._max_actors(nodes({"CPU": 8.0}), 4, "cuda")
 
 
 def test_another_environment_of_an_actor_is_warned_of():

@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import pickle
-import signal
-import socket
 import sys
-import threading
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, final
-from urllib.parse import urlsplit
 
 import torch
 
 from hookline.display.text import first_line, plural, type_and_line
 from hookline.errors import HooklineError, InputError, RanksError, warn
-from hookline.files.folder_or_url import LocalPlace, Place
+from hookline.files.folder_or_url import Place
 from hookline.models.torchvision_import import import_torchvision
 from hookline.stores.first_batch_summary import compare_summaries
 from hookline.stores.job_manifest import Job, environment
 from hookline.stores.shard_file import Shard
-from hookline.util.optional_imports import how_to_install, require
 from hookline.verbs.extract.collective_steps import PATIENCE_S
 from hookline.verbs.extract.engines import read_foreign_shard, write_shards
 from hookline.verbs.extract.process_setup import Setup
+from hookline.verbs.extract.ray_cluster import (
+    explain_ray_errors,
+    import_ray,
+    max_actors,
+    ray_cluster,
+    warn_of_other_nodes,
+)
 from hookline.verbs.extract.unpicklable import find_unpicklable
 from hookline.verbs.extract.worker import Worker
 from hookline.verbs.shared.run_settings import Autocast, current_autocast
 
-_CONNECT_S = 10.0
 _LOOK_S = 60.0  # how long actors may take to start, before a warning
 # How often a task is tried again after its process has died. Without a bound, a batch that kills
 # its process would be tried for ever.
@@ -61,7 +59,7 @@ class OnRay:
     """
 
     def __init__(self, place: Place, setup: Setup) -> None:
-        self._ray = _import_ray()
+        self._ray = import_ray()
         if setup.source.n_items is None:
             raise InputError(
                 "data must have a length for engine='ray', whose actors load batches by number, got"
@@ -81,9 +79,9 @@ class OnRay:
             InputError: something cannot be sent to another process.
             RanksError: the cluster cannot be reached, or has no room for an actor.
         """
-        self._open.enter_context(_cluster(self._ray))
-        _warn_of_other_nodes(self._ray, self._place)
-        _max_actors(self._ray, torch.get_num_threads(), self._device)
+        self._open.enter_context(ray_cluster(self._ray))
+        warn_of_other_nodes(self._ray, self._place)
+        max_actors(self._ray, torch.get_num_threads(), self._device)
         self._setup = self._send_setup(self._given)
 
     def close(self) -> None:
@@ -95,11 +93,11 @@ class OnRay:
         left = list(shards)
         if not left:
             return  # the manifest alone was not written
-        n_actors = min(_max_actors(self._ray, torch.get_num_threads(), self._device), len(left))
+        n_actors = min(max_actors(self._ray, torch.get_num_threads(), self._device), len(left))
         size = min(max(len(left) // (_TASKS_AN_ACTOR * n_actors), 1), _MOST_SHARDS_A_TASK)
         tasks = deque(left[at : at + size] for at in range(0, len(left), size))
         driver, environments, digest = environment(), set(), job.digest
-        with self._actors(n_actors, job) as actors, _explain_ray_errors(self._ray):
+        with self._actors(n_actors, job) as actors, explain_ray_errors(self._ray):
             for made in self._run_tasks(actors, tasks):
                 if made.error:
                     raise pickle.loads(made.error)
@@ -322,146 +320,13 @@ def _fetch_setup(setup: Any) -> Setup:
         InputError: a class or function of it cannot be imported here.
     """
     try:
-        received: Setup = _import_ray().get(setup)
+        received: Setup = import_ray().get(setup)
     except Exception as error:
         raise InputError(
             "model, data and options must be importable on each machine of the cluster, got"
             f" {first_line(error)}.\nInstall their packages there, or define them in the script."
         ) from error
     return received
-
-
-def _import_ray() -> Any:
-    """Import Ray, without its statistics of usage.
-
-    Raises:
-        HooklineError: it is not installed.
-    """
-    variables = dict(os.environ)
-    try:
-        return require("ray", "engine='ray' needs ray", how_to_install("ray"), HooklineError)
-    finally:
-        _restore_environ(variables)  # Ray sets one when it is imported
-
-
-@contextmanager
-def _cluster(ray: Any) -> Iterator[None]:
-    """Use the Ray that is initialised; else connect to RAY_ADDRESS, or start one on this machine.
-
-    Raises:
-        RanksError: the cluster cannot be reached.
-    """
-    if ray.is_initialized():
-        yield
-        return
-    address = os.environ.get("RAY_ADDRESS")
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address in (None, "", "local"):
-        n_cpus = max(len(os.sched_getaffinity(0)), torch.get_num_threads())
-        options |= {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
-    else:
-        _check_reachable(address)
-    with _restore_process_state():
-        try:  # Ctrl-C may come while the cluster starts
-            _connect(ray, options, address or "a local cluster")
-            yield
-        finally:
-            ray.shutdown()
-
-
-def _connect(ray: Any, options: dict[str, Any], address: str) -> None:
-    is_started = options.get("address") == "local"
-    try:
-        with warnings.catch_warnings(), _defer_interrupt() if is_started else nullcontext():
-            warnings.simplefilter("ignore")  # Ray tells of its own deprecations
-            ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise _unreachable(address, error) from error
-
-
-@contextmanager
-def _defer_interrupt() -> Iterator[None]:
-    """Have a first Ctrl-C come after the block, and a second one at once.
-
-    Ray does not end the processes of a cluster that was interrupted while it started.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    came: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        came.append(number)
-        if len(came) > 1:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if came:
-        signal.raise_signal(signal.SIGINT)
-
-
-def _check_reachable(address: str) -> None:
-    """Open a connection to a cluster's address: Ray itself would try for minutes.
-
-    Raises:
-        RanksError: nobody answers.
-    """
-    parts = urlsplit(address if "://" in address else f"ray://{address}")
-    if parts.hostname is None or parts.port is None:
-        return  # such as "auto"
-    try:
-        socket.create_connection((parts.hostname, parts.port), _CONNECT_S).close()
-    except OSError as error:
-        raise _unreachable(address, error) from error
-
-
-def _unreachable(address: str, error: Exception) -> RanksError:
-    return RanksError(
-        f"engine='ray' must reach {address}, got {type_and_line(error)}."
-        "\nStart it (ray start --head), set RAY_ADDRESS to it, or unset that to run here. Shards"
-        " that are written are kept."
-    )
-
-
-@contextmanager
-def _restore_process_state() -> Iterator[None]:
-    """Turn off statistics of usage. Put back what ray.init changes: a signal handler, variables."""
-    handler, variables = signal.getsignal(signal.SIGTERM), dict(os.environ)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    try:
-        yield
-    finally:
-        _restore_environ(variables)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-
-
-def _restore_environ(variables: dict[str, str]) -> None:
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    os.environ.update(variables)
-
-
-@contextmanager
-def _explain_ray_errors(ray: Any) -> Iterator[None]:
-    """Tell what to do when Ray fails.
-
-    Raises:
-        RanksError: an actor's process has died too often, or the cluster is lost.
-    """
-    try:
-        yield
-    except ray.exceptions.RayError as error:
-        raise RanksError(
-            f"engine='ray' must keep its actors, got {type_and_line(error)}."
-            "\nLook at the logs of Ray for the reason, often memory. Then start again: shards that"
-            " are written are kept."
-        ) from error
 
 
 def _pickled(error: Exception) -> bytes:
@@ -472,42 +337,6 @@ def _pickled(error: Exception) -> bytes:
         return pickle.dumps(error)
     except Exception:
         return pickle.dumps(RanksError(f"an actor of Ray must make its shards, got:\n{trace}"))
-
-
-def _max_actors(ray: Any, n_threads: int, device: str) -> int:
-    """Return how many actors the cluster has room for.
-
-    Raises:
-        RanksError: it has room for none: Ray would wait for ever.
-    """
-    machines = [{"CPU": 0, **node["Resources"]} for node in ray.nodes() if node["Alive"]]
-    n_cpus = [int(machine["CPU"]) for machine in machines]
-    if max(n_cpus) < n_threads:
-        raise RanksError(
-            f"a machine of the cluster must have {n_threads} CPUs for an actor, got at most"
-            f" {max(n_cpus)}.\nUse as many threads here, too: torch.set_num_threads({max(n_cpus)})."
-        )
-    if device != "cuda":
-        return sum(n // n_threads for n in n_cpus)
-    n_actors = sum(
-        min(int(machine.get("GPU", 0)), n // n_threads)
-        for machine, n in zip(machines, n_cpus, strict=True)
-    )
-    if not n_actors:
-        raise RanksError(
-            "the cluster must have a GPU for a model on one, got none."
-            "\nMove the model to the CPU: model.cpu()."
-        )
-    return int(n_actors)
-
-
-def _warn_of_other_nodes(ray: Any, place: Place) -> None:
-    n_nodes = sum(node["Alive"] for node in ray.nodes())
-    if n_nodes > 1 and isinstance(place, LocalPlace):
-        warn(
-            f"{place} must be a folder that the {n_nodes} machines of the cluster share."
-            "\nGive a folder of a network file system, or a URL such as 's3://bucket/features'."
-        )
 
 
 def _warn_of_differences(driver: dict[str, Any], actor: dict[str, Any]) -> None:
