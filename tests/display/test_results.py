@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
-from hookline.display import results
-from hookline.display.results import Heading, Printout, fold_line, json_text, printout_of
+from hookline.display.json_text import json_text
+from hookline.display.results import Printout, printout_of
+from hookline.display.text_table import Heading
+from hookline.display.wrapped_text import fold_line, terminal_width
 from hookline.models import load_demo_digits, load_model
 from small_stores import write_store
 
@@ -158,13 +160,13 @@ def test_in_a_terminal_lines_of_watch_are_folded():
 
 
 def test_without_a_terminal_text_is_80_columns_wide(model, monkeypatch):
-    assert results.terminal_width() == 80
+    assert terminal_width() == 80
     with terminal(50) as file:
         monkeypatch.setattr(sys, "stdout", file)
-        assert results.terminal_width() == 50
+        assert terminal_width() == 50
         assert max(map(len, str(hl.summary(model, X)).splitlines())) <= 50
     monkeypatch.setattr(sys, "stdout", None)
-    assert results.terminal_width() == 80
+    assert terminal_width() == 80
 
 
 def test_class_maps_are_a_picture_with_their_text():
@@ -249,25 +251,6 @@ def test_no_line_is_too_wide_and_no_shape_is_broken(printout, width):
     assert set(named) <= set(filled)
 
 
-def test_columns_give_way_in_their_order_and_are_named():
-    headings = (Heading("site", "path"), Heading("memory", "number", 1), Heading("FLOPs", "number"))
-    printout = Printout(headings=headings, rows=[["a" * 20, "123 KiB", "9" * 10]])
-    assert printout.text(40).splitlines() == [
-        "site                       FLOPs",
-        "--------------------------------",
-        "aaaaaaaaaaaaaaaaaaaa  9999999999",
-        "",
-        "Left out at 40 columns: memory. A wider",
-        "terminal shows them.",
-    ]
-
-
-def test_wide_characters_take_two_columns():
-    headings = (Heading("site", "path"), Heading("type"))
-    lines = Printout(headings=headings, rows=[["層", "Linear"], ["fc", "ReLU"]]).text().splitlines()
-    assert lines[2:] == ["層    Linear", "fc    ReLU"]
-
-
 def test_numbers_of_a_table_are_those_of_its_rows(model):
     prof = profiled(model)
     frame = prof.to_pandas().set_index("path")
@@ -284,28 +267,3 @@ def test_a_missing_pandas_is_said(model, monkeypatch):
     with pytest.raises(ModuleNotFoundError) as caught:
         hl.inventory(model).to_pandas()
     assert str(caught.value) == "to_pandas() needs pandas.\nRun pip install pandas."
-
-
-def test_numbers_that_json_lacks_are_strings():
-    data = {
-        "a": [math.nan, math.inf, -math.inf, 1.5],
-        3: {"site": hl.Site("fc")},
-        "b": (None, True),
-    }
-    assert json.loads(json_text(data)) == {
-        "a": ["NaN", "Infinity", "-Infinity", 1.5], "3": {"site": "fc"}, "b": [None, True]
-    }  # fmt: skip
-
-
-def test_prose_without_room_beside_stands_below_its_row():
-    headings = Heading("site", "path"), Heading("n", "number"), Heading("why", "prose")
-    rows = [["a" * 16, "1234567890", "one two three four five six seven eight"], ["b", "1", ""]]
-    assert Printout(headings=headings, rows=rows).text(40).splitlines() == [
-        "site                       n",
-        "    why",
-        "----------------------------",
-        "aaaaaaaaaaaaaaaa  1234567890",
-        "    one two three four five six seven",
-        "    eight",
-        "b                          1",
-    ]

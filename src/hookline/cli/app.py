@@ -47,8 +47,8 @@ from hookline.cli.view_command import (
     serve_until_interrupt,
     write_folder_page,
 )
-from hookline.display.results import terminal_width
 from hookline.display.text import plural
+from hookline.display.wrapped_text import terminal_width
 from hookline.errors import InputError, ModelError
 from hookline.models import Batch, LoadedModel, load_model
 from hookline.models.demo import training_facts

@@ -8,7 +8,8 @@ from typing import Any, final
 
 import torch
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
+from hookline.display.text_table import Heading
 from hookline.engine.provenance import versions_here
 
 _PACKAGES = (

@@ -16,8 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from hookline.cli.python_to_commands import python_to_commands
-from hookline.display.results import Printout, Result, json_text, printout_of, terminal_width
+from hookline.display.json_text import json_text
+from hookline.display.results import Printout, Result, printout_of
 from hookline.display.text import escape_invisible
+from hookline.display.wrapped_text import terminal_width
 from hookline.errors import HooklineError, HooklineWarning
 from hookline.models import Batch
 

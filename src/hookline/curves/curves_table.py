@@ -9,8 +9,9 @@ from typing import Any
 from hookline.curves.numbers_of_statistic import numbers_of, numbers_of_site
 from hookline.curves.step_reports import StepReport
 from hookline.display import units
-from hookline.display.results import Heading, Printout
+from hookline.display.results import Printout
 from hookline.display.text import pick_evenly, plural
+from hookline.display.text_table import Heading
 
 _MOST_ROWS = 40
 _TREND_STEPS = 12

@@ -6,50 +6,26 @@ the same result always prints the same.
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import re
-import sys
-import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any, ClassVar, Literal, TextIO, final
+from typing import Any, ClassVar, final
 
-from hookline.display.text import escape_html, escape_invisible
+from hookline.display.text import escape_html
+from hookline.display.text_table import Heading, TextTable, total_lines
+from hookline.display.wrapped_text import (
+    LEAST_WIDTH,
+    Cell,
+    Line,
+    lines_of,
+    terminal_width,
+    wrap_titled,
+    wrapped,
+)
 from hookline.util.optional_imports import require
 
-_TEXT_WIDTH = 80
-_LEAST_WIDTH = 40
-_STRUCTURE_WIDTH = 40  # nested structures are wrapped at this width even where there is more room
-_PROSE_WIDTH = 20  # columns are left out before prose gets narrower than this
-_GAP = "  "
 _MOST_HTML_ROWS = 60
-
-# A text, or lines of it, each with its style in a terminal. Neither is parsed as markup.
-Cell = str | Sequence[tuple[str, str]]
-Line = list[tuple[str, str]]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """The heading of a column, and how its cells are laid out.
-
-    Args:
-        name: the text in the header.
-        kind: a "number" stands on the right. A "path" is never cut. A
-            "structure", such as a shape, is wrapped between its parts, and "prose" between words;
-            where there is no room beside the others, prose stands below the row.
-        gives_way: the order in which columns are left out where there is no room for all; 1 goes
-            first, columns of one number go together, named by the first of them, and 0 stays.
-    """
-
-    name: str
-    kind: Literal["text", "number", "path", "structure", "prose"] = "text"
-    gives_way: int = 0
 
 
 @final
@@ -107,17 +83,17 @@ class Printout:
 
     def lines(self, width: int) -> list[Line]:
         """Return the lines of the text, each as pieces with their styles."""
-        width = max(width, _LEAST_WIDTH)
+        width = max(width, LEAST_WIDTH)
         rows = self.rows[: self.most_lines]
-        table = _Table(self._filled_columns(), rows, width - 2 * self.is_compact)
-        head = _wrap_titled(self.title, self.head, width) if self.title else []
+        table = TextTable(self._filled_columns(), rows, width - 2 * self.is_compact)
+        head = wrap_titled(self.title, self.head, width) if self.title else []
         notes = width - 2 * self.is_compact
         parts = [
-            head or _wrapped(self.head, width),
+            head or wrapped(self.head, width),
             table.lines(set(self.quiet), is_ruled=not self.is_compact) if rows else [],
-            *[_wrapped(note, notes) for note in (*self._more_rows(len(rows)), *table.notes(width))],
-            _total_lines(self.totals, notes),
-            *[_wrapped(note, notes) for note in (self._failure_cell(), *self.notes)],
+            *[wrapped(note, notes) for note in (*self._more_rows(len(rows)), *table.notes(width))],
+            total_lines(self.totals, notes),
+            *[wrapped(note, notes) for note in (self._failure_cell(), *self.notes)],
         ]
         if not self.is_compact:
             return [line for part in parts if part for line in [[], *part]][1:]
@@ -212,256 +188,6 @@ def printout_of(result: Result) -> Printout:
     return result._printout()
 
 
-def terminal_width() -> int:
-    """Return the width of the terminal at stdout; 80 where stdout is not a terminal."""
-    return max(_terminal_columns(sys.stdout) or _TEXT_WIDTH, _LEAST_WIDTH)
-
-
-def fold_line(line: str, file: TextIO) -> str:
-    """Fold a line that is wider than the terminal at a file; a line for another file stays."""
-    width = _terminal_columns(file)
-    if not width or _width(line) <= width:
-        return line
-    lines = [""]
-    for part in re.findall(r" *\S.*?(?=  |$)", line):
-        if not lines[-1] or _width(lines[-1] + part) <= width:
-            lines[-1] += part
-        else:
-            lines += _wrap(f"    {part.strip()}", width)
-    return "\n".join(lines)
-
-
-def _terminal_columns(file: TextIO) -> int | None:
-    """Return the width of the terminal at a file; None if there is no terminal."""
-    try:
-        return os.get_terminal_size(file.fileno()).columns if file.isatty() else None
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def json_text(data: Mapping[str, Any]) -> str:
-    """Return data as JSON. NaN and infinities, which JSON lacks, become strings.
-
-    >>> print(json_text({"norm": float("nan"), "sites": ("fc", 3)}))
-    {
-      "norm": "NaN",
-      "sites": [
-        "fc",
-        3
-      ]
-    }
-    """
-    return json.dumps(to_json_value(data), indent=2, allow_nan=False)
-
-
-def to_json_value(value: Any) -> Any:
-    """Convert a value to one that JSON has. NaN and infinities become strings."""
-    if isinstance(value, Mapping):
-        return {str(key): to_json_value(part) for key, part in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [to_json_value(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-# -- text ----------------------------------------------------------------------------------------
-
-
-@final
-class _Table:
-    """The table of a printout, laid out in a width."""
-
-    def __init__(
-        self, columns: Sequence[Heading | None], rows: Sequence[Sequence[Cell]], width: int
-    ) -> None:
-        self._width = width
-        self._columns = {place: column for place, column in enumerate(columns) if column}
-        self._left_out: dict[str, None] = {}
-        self._below: list[int] = []  # columns whose cells have lines of their own
-        self._cells = [{place: _lines_of(row[place]) for place in self._columns} for row in rows]
-        self._widths = self._fit_widths()
-
-    def notes(self, width: int) -> list[str]:
-        """Name the columns that were left out."""
-        if not self._left_out:
-            return []
-        names = ", ".join(self._left_out)
-        return [f"Left out at {width} columns: {names}. A wider terminal shows them."]
-
-    def lines(self, quiet: Collection[int], *, is_ruled: bool) -> list[Line]:
-        """Return the lines of the header and of all rows."""
-        header: dict[int, list[tuple[str, str]]] = {
-            place: [(column.name, "bold")] for place, column in self._columns.items()
-        }
-        lines = [*self._lay_out(header)]
-        if is_ruled:
-            length = sum(self._widths.values()) + len(_GAP) * (len(self._widths) - 1)
-            lines.append([("-" * length, "dim")])
-        for number, cells in enumerate(self._cells):
-            style = "dim" if number in quiet else ""
-            lines += [[(text, own or style) for text, own in line] for line in self._lay_out(cells)]
-        return lines
-
-    def _fit_widths(self) -> dict[int, int]:
-        """Leave out columns without room, and return the widths of the others."""
-        least = {place: self._least_width(place) for place in self._columns}
-        places = [place for place in self._columns if self._columns[place].gives_way]
-        places.sort(key=lambda place: self._columns[place].gives_way)
-        # Where these do not suffice, columns go from the right.
-        while sum(least.values()) + len(_GAP) * (len(least) - 1) > self._width and len(least) > 1:
-            order = self._columns[places[0]].gives_way if places else 0
-            going = [place for place in places if self._columns[place].gives_way == order]
-            if not going and self._columns[max(least)].kind == "prose":  # it says what matters
-                self._below.append(max(least))
-                del least[max(least)]
-                continue
-            going = going or [max(least)]
-            self._left_out[self._columns[going[0]].name] = None
-            for place in going:
-                del least[place], self._columns[place]
-            places = [place for place in places if place in least]
-        room = self._width - sum(least.values()) - len(_GAP) * (len(least) - 1)
-        for place in sorted(least, key=lambda place: (place > 0, self._natural_width(place))):
-            width = max(min(self._natural_width(place), least[place] + room), least[place])
-            if self._columns[place].kind == "path":  # more than its longest path is of no use
-                width = max(length for length in self._lengths(place) if length <= width)
-            room -= width - least[place]
-            least[place] = width
-        return least
-
-    def _lengths(self, place: int) -> list[int]:
-        lines = [_width(text) for cells in self._cells for text, _ in cells[place]]
-        return [_width(self._columns[place].name), *lines]
-
-    def _natural_width(self, place: int) -> int:
-        widest = max(self._lengths(place))
-        is_structure = self._columns[place].kind == "structure"
-        return min(widest, _STRUCTURE_WIDTH) if is_structure else widest
-
-    def _least_width(self, place: int) -> int:
-        """Return the width below which the column is left out, or its long cells are moved."""
-        kind = self._columns[place].kind
-        if kind == "path":  # a path longer than half of the width has a line of its own
-            return max(length for length in self._lengths(place) if length <= self._width // 2)
-        if kind in ("text", "number"):
-            return self._natural_width(place)
-        units = [
-            _width(unit)
-            for cells in self._cells
-            for text, _ in cells[place]
-            for unit in _UNIT.findall(text)
-        ]
-        longest = max((length for length in units if length <= self._width // 2), default=0)
-        least = longest if kind == "structure" else max(longest, _PROSE_WIDTH)
-        return max(min(self._natural_width(place), least), _width(self._columns[place].name))
-
-    def _lay_out(self, cells: Mapping[int, list[tuple[str, str]]]) -> Iterable[Line]:
-        """Lay out a row. A cell with a part that is wider than its column has its own lines."""
-        first = next(iter(self._widths))
-        beside: dict[int, Line] = {}
-        above: list[Line] = []
-        below: list[int] = []
-        for place, width in self._widths.items():
-            lines = [
-                piece for text, style in cells[place] for piece in self._fold(place, text, style)
-            ]
-            if all(_width(text) <= width for text, _ in lines):
-                beside[place] = lines
-            elif place == first:
-                above += [[line] for line in lines]
-            else:
-                below.append(place)
-        yield from above
-        for number in range(max((len(lines) for lines in beside.values()), default=0)):
-            yield self._line_of_cells(beside, number)
-        for place in [*below, *self._below]:
-            yield from ([("    ", ""), *line] for line in _wrapped(cells[place], self._width - 4))
-
-    def _fold(self, place: int, text: str, style: str) -> Line:
-        if self._columns[place].kind in ("structure", "prose"):
-            return [(line, style) for line in _wrap(text, self._widths[place])]
-        return [(text, style)]
-
-    def _line_of_cells(self, cells: Mapping[int, Line], number: int) -> Line:
-        """Return a line of cells that stand side by side."""
-        line: Line = []
-        for place, width in self._widths.items():
-            lines = cells.get(place, [])
-            text, style = lines[number] if number < len(lines) else ("", "")
-            space = " " * (width - _width(text))
-            is_number = self._columns[place].kind == "number"
-            line += [(_GAP, "")] * bool(line)
-            line += [(space, ""), (text, style)] if is_number else [(text, style), (space, "")]
-        return line
-
-
-# A word, with a shape such as [1, 64, 112, 112] as one, in spite of its spaces.
-_UNIT = re.compile(r"(?:\[[\w, ]*\]|\S)+")
-
-
-def _wrap(text: str, width: int, hanging: str = "") -> list[str]:
-    """Break a line of text between its words. Its indentation is kept; later lines hang more."""
-    if _width(text) <= width:
-        return [text]
-    indent = text[: len(text) - len(text.lstrip())]
-    lines: list[str] = []
-    for unit in _UNIT.findall(text):
-        if lines and _width(lines[-1]) + 1 + _width(unit) <= width:
-            lines[-1] += f" {unit}"
-        else:
-            lines.append(f"{indent}{hanging if lines else ''}{unit}")
-    return lines
-
-
-def _wrapped(cell: Cell, width: int) -> list[Line]:
-    return [
-        [(line, style)] for text, style in _lines_of(cell) for line in _wrap(text, width) if text
-    ]
-
-
-def _wrap_titled(title: str, text: str, width: int) -> list[Line]:
-    """Wrap a bold title with the text after it."""
-    first, *rest = _wrap(f"{title}{text}", width, "  ")
-    cut = len(escape_invisible(title))
-    return [[(first[:cut], "bold"), (first[cut:], "")], *[[(line, "")] for line in rest]]
-
-
-def _total_lines(totals: Sequence[tuple[str, Cell]], width: int) -> list[Line]:
-    label_width = max((_width(label) for label, _ in totals), default=0) + 3
-    lines: list[Line] = []
-    for label, cell in totals:
-        room = max(width - label_width, _LEAST_WIDTH // 4)
-        texts = _wrapped(cell, room)
-        if any(_width(line) > room for [(line, _)] in texts):  # a shape that is not broken
-            lines += [
-                [(label, "bold")],
-                *[[("  ", ""), *text] for text in _wrapped(cell, width - 2)],
-            ]
-            continue
-        spaces = " " * (label_width - _width(label))
-        lines += [
-            [(label if not number else " " * len(label), "bold"), (spaces, ""), *line]
-            for number, line in enumerate(texts)
-        ]
-    return lines
-
-
-def _lines_of(cell: Cell) -> list[tuple[str, str]]:
-    pieces = [(cell, "")] if isinstance(cell, str) else cell
-    return [(line, style) for text, style in pieces for line in escape_invisible(text).split("\n")]
-
-
-def _width(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "FW")
-        for char in text
-    )
-
-
 # -- HTML ----------------------------------------------------------------------------------------
 
 # Notebooks style tables themselves; repeating the class three times (&) outweighs their rules.
@@ -490,7 +216,7 @@ _CLASSES = {"number": ' class="number"', "prose": ' class="wrap"'}
 def _cell_html(cell: Cell) -> str:
     """Escape a cell. Its lines become lines, and its indentation em spaces."""
     lines = []
-    for text, style in _lines_of(cell):
+    for text, style in lines_of(cell):
         line = text.lstrip(" ")
         shown = "\u2003" * (len(text) - len(line)) + escape_html(line)
         lines.append(f'<span class="quiet">{shown}</span>' if style == "dim" else shown)

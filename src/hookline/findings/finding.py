@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, final, overload
 
-from hookline.display.results import Cell, Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import plural
+from hookline.display.text_table import Heading
+from hookline.display.wrapped_text import Cell
 
 Level = Literal["error", "warning", "note"]
 

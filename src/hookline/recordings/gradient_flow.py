@@ -14,8 +14,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import listed
+from hookline.display.text_table import Heading
 from hookline.engine import Report, has_numbers, normalize_root
 from hookline.engine.pytree import tree
 from hookline.errors import NotRecordedError

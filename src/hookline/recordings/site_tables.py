@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hookline.display.results import Heading, Printout
+from hookline.display.results import Printout
 from hookline.display.text import listed, plural, torch_name
+from hookline.display.text_table import Heading
 from hookline.engine import Pass, Site, local_shards
 from hookline.engine.pytree import describe, tree
 from hookline.errors import FolderError

@@ -12,8 +12,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import first_line, plural, torch_name
+from hookline.display.text_table import Heading
 from hookline.display.units import measure, size
 from hookline.engine import Site, parse_site
 from hookline.engine.provenance import Provenance

@@ -13,8 +13,10 @@ from typing import Any, ClassVar, final
 
 from torch import nn
 
-from hookline.display.results import Cell, Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import plural
+from hookline.display.text_table import Heading
+from hookline.display.wrapped_text import Cell
 from hookline.engine import (
     HOOK_DICTS,
     ModeTap,

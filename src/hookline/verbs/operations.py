@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple, final
 
 from torch import nn
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import plural
+from hookline.display.text_table import Heading
 from hookline.engine import (
     PARTS,
     AroundCall,

@@ -12,9 +12,11 @@ from typing import Any, final
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hookline.display.results import Cell, Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import torch_name
+from hookline.display.text_table import Heading
 from hookline.display.units import count, size
+from hookline.display.wrapped_text import Cell
 from hookline.engine import (
     ON_NESTED,
     Line,

@@ -17,8 +17,9 @@ from rich.style import Style
 from rich.text import Text
 
 from hookline.display.colours import BLUE_ORANGE, VIRIDIS, interpolate_colour
-from hookline.display.results import Heading, Printout
+from hookline.display.results import Printout
 from hookline.display.text import pick_evenly, plural
+from hookline.display.text_table import Heading
 from hookline.display.units import measure, share
 from hookline.errors import InputError
 from hookline.recordings import PassRecord, Recording

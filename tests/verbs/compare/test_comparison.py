@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.display.results import json_text
+from hookline.display.json_text import json_text
 from hookline.verbs.compare.comparison import ratio_text
 from ported import FAULTS, net, run_of
 

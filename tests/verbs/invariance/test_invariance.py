@@ -10,7 +10,7 @@ from torch import nn
 
 import hookline as hl
 from aligned import ids, model
-from hookline.display.results import json_text
+from hookline.display.json_text import json_text
 from hookline.engine import hook_dict
 from hookline.models.torchvision_import import import_torchvision
 from hookline.verbs.invariance.checks import CHECKS

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import plural
+from hookline.display.text_table import Heading
 from hookline.engine.report.why_silent import BYPASSED, NOT_RUN, OTHER_CONTEXT
 from hookline.engine.selection.site import Site
 

@@ -17,8 +17,9 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import plural
+from hookline.display.text_table import Heading
 from hookline.engine.pytree.describe import in_words
 from hookline.engine.selection.model_parts import sites_of_part
 from hookline.engine.selection.module_tree import (

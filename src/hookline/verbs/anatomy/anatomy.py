@@ -9,8 +9,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import plural, type_and_line
+from hookline.display.text_table import Heading
 from hookline.engine import (
     Selection,
     gather_last_dim,

@@ -8,7 +8,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
+from hookline.display.text_table import Heading
 from hookline.engine import gather_full
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording

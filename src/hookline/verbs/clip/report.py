@@ -10,7 +10,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
+from hookline.display.text_table import Heading
 from hookline.engine import Report, has_numbers, header_facts, unwrap_all_transforms
 from hookline.statistics.batched_moments import await_default_stream, is_on_default_stream
 from hookline.util.fork_safe_lock import fork_safe_lock

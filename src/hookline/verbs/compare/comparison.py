@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, Literal, final
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import plural
+from hookline.display.text_table import Heading
 from hookline.engine import normalize_root
 from hookline.errors import NotRecordedError
 from hookline.findings import Finding

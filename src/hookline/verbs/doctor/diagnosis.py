@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
-from hookline.display.results import Cell, Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import listed, plural
+from hookline.display.text_table import Heading
+from hookline.display.wrapped_text import Cell
 from hookline.engine import Site, normalize_root
 
 

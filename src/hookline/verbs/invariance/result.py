@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, final
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import listed, plural
+from hookline.display.text_table import Heading
 from hookline.engine import path_text
 from hookline.errors import InputError
 from hookline.findings import Finding

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import plural
+from hookline.display.text_table import Heading
 from hookline.display.units import count, duration, share, size
 from hookline.engine import path_text
 from hookline.errors import InputError, SelectionError, check_one_of, check_positive_int

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.display.results import Heading, Printout, Result
+from hookline.display.results import Printout, Result
 from hookline.display.text import listed, plural
+from hookline.display.text_table import Heading
 from hookline.display.units import measure
 from hookline.engine import Site, normalize_root
 from hookline.errors import InputError

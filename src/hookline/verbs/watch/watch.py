@@ -11,8 +11,8 @@ from typing import Any, Self, TextIO, final
 import torch
 from torch import Tensor, nn
 
-from hookline.display.results import fold_line
 from hookline.display.text import listed, torch_name, type_and_line
+from hookline.display.wrapped_text import fold_line
 from hookline.engine import (
     BlockwiseCallback,
     GradientCallback,

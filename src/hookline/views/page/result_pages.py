@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from hookline.curves import Curves
-from hookline.display.results import printout_of, to_json_value
+from hookline.display.json_text import to_json_value
+from hookline.display.results import printout_of
 from hookline.errors import InputError
 from hookline.recordings import Recording
 from hookline.stores import Store

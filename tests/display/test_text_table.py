@@ -1,0 +1,39 @@
+"""A table as text, in a width."""
+
+from __future__ import annotations
+
+from hookline.display.results import Printout
+from hookline.display.text_table import Heading
+
+
+def test_columns_give_way_in_their_order_and_are_named():
+    headings = (Heading("site", "path"), Heading("memory", "number", 1), Heading("FLOPs", "number"))
+    printout = Printout(headings=headings, rows=[["a" * 20, "123 KiB", "9" * 10]])
+    assert printout.text(40).splitlines() == [
+        "site                       FLOPs",
+        "--------------------------------",
+        "aaaaaaaaaaaaaaaaaaaa  9999999999",
+        "",
+        "Left out at 40 columns: memory. A wider",
+        "terminal shows them.",
+    ]
+
+
+def test_wide_characters_take_two_columns():
+    headings = (Heading("site", "path"), Heading("type"))
+    lines = Printout(headings=headings, rows=[["層", "Linear"], ["fc", "ReLU"]]).text().splitlines()
+    assert lines[2:] == ["層    Linear", "fc    ReLU"]
+
+
+def test_prose_without_room_beside_stands_below_its_row():
+    headings = Heading("site", "path"), Heading("n", "number"), Heading("why", "prose")
+    rows = [["a" * 16, "1234567890", "one two three four five six seven eight"], ["b", "1", ""]]
+    assert Printout(headings=headings, rows=rows).text(40).splitlines() == [
+        "site                       n",
+        "    why",
+        "----------------------------",
+        "aaaaaaaaaaaaaaaa  1234567890",
+        "    one two three four five six seven",
+        "    eight",
+        "b                          1",
+    ]
