@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
-import io
 import json
 import math
-import os
 import re
 import sys
-import termios
 
 import pytest
 import torch
@@ -22,7 +18,6 @@ import hookline as hl
 from hookline.display.json_text import json_text
 from hookline.display.results import Printout, printout_of
 from hookline.display.text_table import Heading
-from hookline.display.wrapped_text import fold_line, terminal_width
 from hookline.models import load_demo_digits, load_model
 from small_stores import write_store
 
@@ -137,36 +132,6 @@ def test_a_notebook_says_what_the_text_says(name, model):
 def test_the_text_of_a_result_fits(name, width, model):
     lines = printout_of(RESULTS[name][0](model)).text(width).splitlines()
     assert [line for line in lines if len(line) > width and " " in line.strip()] == []
-
-
-@contextlib.contextmanager
-def terminal(width):
-    """A file that is a terminal of this width."""
-    inside, outside = os.openpty()
-    termios.tcsetwinsize(outside, (24, width))
-    with os.fdopen(outside, "w") as file:
-        yield file
-    os.close(inside)
-
-
-def test_in_a_terminal_lines_of_watch_are_folded():
-    line = "  0   Linear             [3, 4] -> [3, 8] float32  mean 0.03  std 0.62  ~0.15 ms"
-    with terminal(60) as file:
-        assert fold_line(line, file).splitlines() == [
-            "  0   Linear             [3, 4] -> [3, 8] float32  mean 0.03",
-            "    std 0.62  ~0.15 ms",
-        ]
-    assert fold_line(line, io.StringIO()) == line
-
-
-def test_without_a_terminal_text_is_80_columns_wide(model, monkeypatch):
-    assert terminal_width() == 80
-    with terminal(50) as file:
-        monkeypatch.setattr(sys, "stdout", file)
-        assert terminal_width() == 50
-        assert max(map(len, str(hl.summary(model, X)).splitlines())) <= 50
-    monkeypatch.setattr(sys, "stdout", None)
-    assert terminal_width() == 80
 
 
 def test_class_maps_are_a_picture_with_their_text():
