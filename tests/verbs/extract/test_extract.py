@@ -849,6 +849,17 @@ def test_a_folder_with_other_files_is_refused(model, tmp_path):
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
+def test_a_recording_is_refused_and_left_as_it_was(model, tmp_path):
+    with hl.record(model, "stem") as run:
+        model(ROWS[:2])
+    run.save(tmp_path)
+    names = sorted(os.listdir(tmp_path))
+    with pytest.raises(hl.FolderError, match="not a store"):
+        hl.extract(model, ROWS, "stem", tmp_path)
+    assert sorted(os.listdir(tmp_path)) == names
+    run.save(tmp_path)  # a file of a lock would be another program's
+
+
 class Gives(nn.Module):
     def __init__(self, function):
         super().__init__()

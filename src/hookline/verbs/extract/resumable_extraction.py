@@ -375,10 +375,10 @@ def check_empty_or_store(place: Place) -> None:
     """Check that a place is empty or holds a store. Locking it alone would leave a file there.
 
     Raises:
-        FolderError: it holds other files.
+        FolderError: it holds other files, or another manifest.
     """
     names = place.names()
-    if names and MANIFEST not in names:
+    if names and read_manifest(place) is None:
         raise FolderError(
             f"{place} must be empty or hold a store, got other files"
             f" ({listed(names, 3)}).\nGive a new folder."
