@@ -259,6 +259,8 @@ def test_an_unknown_format_and_a_file_that_is_there_are_refused(store, tmp_path)
     (tmp_path / "x").write_text("mine")
     with pytest.raises(hl.FolderError, match="x must not exist yet to export to it"):
         store.export(tmp_path / "x", "npy")
+    with pytest.raises(hl.FolderError, match=r"cannot write .*x/y: .*exists"):
+        store.export(tmp_path / "x" / "y", "npy")
     assert (tmp_path / "x").read_text() == "mine"
 
 

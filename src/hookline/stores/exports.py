@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
@@ -67,7 +68,8 @@ def export(source: ExportedColumns, to: str | os.PathLike[str], format: Format) 
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # also of a path through a file
+                path.unlink()
         is_refused = isinstance(error, OSError | UnicodeEncodeError)
         if is_refused and not isinstance(error, FolderError):
             raise FolderError(
