@@ -81,13 +81,21 @@ def test_a_place_is_a_folder_or_a_url(tmp_path):
         place_of(3)
 
 
-@pytest.mark.parametrize("to", [Path("s3://bucket/features"), "gs:/bucket", "a\0b", ""])
-def test_a_url_that_lost_a_slash_is_refused(tmp_path, monkeypatch, to):
+@pytest.mark.parametrize(
+    "to",
+    [Path("s3://bucket/features"), "gs:/bucket", "a\0b", "", "s3://", "memory:///", "file://"],
+)
+def test_a_url_that_lost_a_slash_or_names_nothing_is_refused(tmp_path, monkeypatch, to):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(hl.FolderError, match="must be a folder or a URL, got '") as caught:
         place_of(to)
     assert str(caught.value).count("\n") == 1
     assert os.listdir(tmp_path) == []
+
+
+def test_a_url_whose_protocol_fails_is_refused(tmp_path):
+    with pytest.raises(hl.FolderError, match=r"none\.zip cannot be used: .*\nCheck the address"):
+        place_of(f"zip://a::{tmp_path}/none.zip")
 
 
 @pytest.mark.parametrize("to", ["s3://bucket/x", Path("s3://bucket/x"), "memory://x"])

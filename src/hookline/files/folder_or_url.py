@@ -47,7 +47,7 @@ def place_of(to: str | os.PathLike[str]) -> Place:
     Raises:
         FolderError: it is neither, or fsspec has no such protocol.
     """
-    if isinstance(to, str) and "://" in to and not to.startswith(_LOCAL):
+    if isinstance(to, str) and "://" in to.rstrip("/") and not to.startswith(_LOCAL):
         return RemotePlace(to)
     return LocalPlace(
         _checked_path(to, "a folder or a URL", "'features/' or 's3://bucket/features'")
@@ -56,8 +56,10 @@ def place_of(to: str | os.PathLike[str]) -> Place:
 
 def _checked_path(to: str | os.PathLike[str], kind: str, example: str) -> Path:
     try:
-        path = Path(to.removeprefix(_LOCAL) if isinstance(to, str) else to)
-        if to == "" or "\0" in str(path) or _is_broken_url(path):
+        text = to.removeprefix(_LOCAL) if isinstance(to, str) else to
+        path = Path(text)
+        # Without the name of a bucket, fsspec takes "s3://" for a folder here.
+        if text == "" or "\0" in str(path) or "://" in str(text) or _is_broken_url(path):
             raise ValueError(to)
     except (TypeError, ValueError) as error:
         actual = repr(str(error)) if isinstance(error, ValueError) else type(to).__name__
@@ -302,10 +304,11 @@ class RemotePlace:
         self.url: str = url.rstrip("/")
         try:
             self._fs, self._root = url_to_fs(self.url)
-        except (ValueError, ImportError) as error:
+        except Exception as error:  # those of protocols that connect, or open a file, are any
+            is_unknown = isinstance(error, ValueError | ImportError)
+            fix = "Install the package that fsspec names for this protocol, such as s3fs."
             raise FolderError(
-                f"{url} cannot be used: {first_line(error)}."
-                "\nInstall the package that fsspec names for this protocol, such as s3fs."
+                f"{url} cannot be used: {first_line(error)}.\n{fix if is_unknown else _CHECK}"
             ) from error
 
     def __str__(self) -> str:

@@ -61,8 +61,8 @@ def assert_equal(found, seen, steps=(0, 1, 2)):
 
 
 def test_json_lines(tmp_path):
-    seen = train(tmp_path / "new" / "run.jsonl")
-    lines = [json.loads(one) for one in (tmp_path / "new" / "run.jsonl").read_text().splitlines()]
+    seen = train(tmp_path / "new" / "run.JSONL")  # no folder of that name
+    lines = [json.loads(one) for one in (tmp_path / "new" / "run.JSONL").read_text().splitlines()]
     assert [one.pop("step") for one in lines] == [0, 1, 2]
     assert [one.pop("seconds") for one in lines] == seen.seconds.tolist()
     assert_equal(lines, seen)

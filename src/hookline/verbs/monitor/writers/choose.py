@@ -76,11 +76,12 @@ def _make_writer(to: Any) -> ReportWriter:
 
 
 def _make_file_writer(path: Path) -> ReportWriter:
-    if path.suffix == ".jsonl":
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
         return JsonLinesWriter(path)
-    if path.suffix == ".parquet":
+    if suffix == ".parquet":
         return ParquetWriter(path)
-    if path.suffix.lower() in _OTHER_FILES and not path.is_dir():
+    if suffix in _OTHER_FILES and not path.is_dir():
         raise AttachError(
             "to= must be a folder, or a file that ends in .jsonl or .parquet, got"
             f" {str(path)!r}.\nGive to={str(path.with_suffix('.jsonl'))!r}, or a folder:"
