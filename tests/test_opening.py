@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.files.folder_or_url import LocalPlace
 from hookline.files.sealed_json import MANIFEST
 from small_stores import write_store
 
@@ -24,6 +25,17 @@ def test_a_recording_and_a_store_are_told_apart(tmp_path):
     for verify in (False, True):
         assert isinstance(hl.open(tmp_path / "run", verify=verify), hl.Recording)
         assert isinstance(hl.open(str(tmp_path / "store"), verify=verify), hl.Store)
+
+
+def test_a_store_that_begins_meanwhile_is_a_store(tmp_path, monkeypatch):
+    def names(place, **options):
+        monkeypatch.undo()
+        names = place.names(**options)
+        hl.extract(nn.ReLU(), VALUES, "", place.folder)
+        return names
+
+    monkeypatch.setattr(LocalPlace, "names", names)
+    assert isinstance(hl.open(tmp_path / "s"), hl.Store)
 
 
 def test_a_url_is_a_store():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from hookline.curves import Curves, is_run, open_run
+from hookline.errors import FolderError
 from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.recordings import Recording, open_recording, place_of_recording
 from hookline.stores.job_manifest import STORE
@@ -63,9 +64,13 @@ def open(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording |
     place = place_of_recording(folder)
     if isinstance(place, LocalPlace) and is_run(place.folder):
         return open_run(place.folder)
-    if _is_store(place):
-        return open_store(place, verify=verify)
-    return open_recording(place, verify=verify)
+    if not _is_store(place):
+        try:
+            return open_recording(place, verify=verify)
+        except FolderError:
+            if not _is_store(place):  # its writer has begun meanwhile
+                raise
+    return open_store(place, verify=verify)
 
 
 def _is_store(place: Place) -> bool:
