@@ -28,13 +28,12 @@ def test_a_recording_and_a_store_are_told_apart(tmp_path):
 
 
 def test_a_store_that_begins_meanwhile_is_a_store(tmp_path, monkeypatch):
-    def names(place, **options):
+    def size(place, name):
         monkeypatch.undo()
-        names = place.names(**options)
         hl.extract(nn.ReLU(), VALUES, "", place.folder)
-        return names
+        raise FileNotFoundError(name)
 
-    monkeypatch.setattr(LocalPlace, "names", names)
+    monkeypatch.setattr(LocalPlace, "size", size)
     assert isinstance(hl.open(tmp_path / "s"), hl.Store)
 
 
@@ -50,6 +49,9 @@ def test_shards_without_a_manifest_are_a_damaged_store(tmp_path):
     write_store(tmp_path / "s", {"x": VALUES})
     (tmp_path / "s" / MANIFEST).unlink()
     with pytest.raises(hl.FolderError, match=r"manifest.json is gone; 1 shard left"):
+        hl.open(tmp_path / "s")
+    (tmp_path / "s" / MANIFEST).touch()
+    with pytest.raises(hl.FolderError, match=r"damaged: its manifest.json: .*\n.*store repair"):
         hl.open(tmp_path / "s")
 
 

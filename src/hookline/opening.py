@@ -64,20 +64,25 @@ def open(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording |
     place = place_of_recording(folder)
     if isinstance(place, LocalPlace) and is_run(place.folder):
         return open_run(place.folder)
-    if not _is_store(place):
+    if not _has_store_manifest(place):
         try:
             return open_recording(place, verify=verify)
         except FolderError:
-            if not _is_store(place):  # its writer has begun meanwhile
+            # Its writer may have begun meanwhile; or its manifest is lost.
+            if not (_has_store_manifest(place) or _has_shards(place)):
                 raise
     return open_store(place, verify=verify)
 
 
-def _is_store(place: Place) -> bool:
+def _has_store_manifest(place: Place) -> bool:
     try:
         return STORE.is_format_of(place)
-    except FileNotFoundError:
-        # The manifest of a store may be lost; its shards are known by their names.
-        return any(number_of(name) is not None for name in place.names())
     except (OSError, ValueError):
         return False  # opening a recording says what is wrong
+
+
+def _has_shards(place: Place) -> bool:
+    try:
+        return any(number_of(name) is not None for name in place.names())
+    except FolderError:
+        return False
