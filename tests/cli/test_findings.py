@@ -60,6 +60,15 @@ def test_a_store_is_judged_by_its_statistics(folder, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_store_at_a_url_is_judged_but_not_viewed(folder):
+    write_store("memory://test-findings", {"x": torch.ones(3, 2)})
+    assert "1 note; 1 site" in said(folder, "findings", "memory://test-findings").stdout
+    done = said(folder, "view", "memory://test-findings")
+    assert done.exit_code == 2
+    assert "must show a folder on this machine, got memory://test-findings." in done.stderr
+    assert "written" in said(folder, "view", f"file://{folder}/dead", "--out", "page").stdout
+
+
 def test_inspect_prints_findings_and_gives_them_as_json(tmp_path):
     done = said(tmp_path, "inspect", "demo:digits", "demo", "--out", "run")
     assert "Findings: " in done.stdout

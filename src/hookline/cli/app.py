@@ -41,6 +41,7 @@ from hookline.cli.terminal import (
     say,
 )
 from hookline.cli.view_command import (
+    folder_here,
     make_server,
     open_in_browser,
     parse_items_option,
@@ -363,13 +364,13 @@ def profile(
 @app.command()
 def view(
     folder: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="DIR", help="what run.save, hl.extract, hl.monitor or hl.check(keep=) wrote"
         ),
     ],
     other: Annotated[
-        Path | None, typer.Argument(metavar="DIR2", help="a second folder to compare with")
+        str | None, typer.Argument(metavar="DIR2", help="a second folder to compare with")
     ] = None,
     port: Annotated[int, typer.Option(help="the port; if it is taken, the next free one")] = 8765,
     host: Annotated[
@@ -391,8 +392,8 @@ def view(
     ] = None,
 ) -> None:
     """Show a recording, a store, a run or a finding in the browser, or two recordings."""
-    folders = [folder] if other is None else [folder, other]
     with exit_on_errors():
+        folders = [folder_here(name) for name in (folder, other) if name is not None]
         chosen = parse_items_option(items, folders)
         if out_path is not None:
             if wait:
@@ -413,7 +414,7 @@ def view(
 @app.command("findings")
 def findings_command(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="what run.save, hl.extract or hl.monitor wrote")
+        str, typer.Argument(metavar="DIR", help="what run.save, hl.extract or hl.monitor wrote")
     ],
     level: FailOnOption = None,
     as_json: AsJson = False,

@@ -26,7 +26,7 @@ FailOnOption = Annotated[
 ]
 
 
-def judge_folder(folder: Path) -> Findings:
+def judge_folder(folder: str | Path) -> Findings:
     """Judge the recording, the store or the run in a folder.
 
     Raises:

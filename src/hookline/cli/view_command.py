@@ -26,6 +26,21 @@ from hookline.views.page.served_folders import may_hold_finding, read_finding
 from hookline.views.page.url_parameters import parse_items
 
 
+def folder_here(name: str) -> Path:
+    """Return the path of a folder that is watched while it is shown.
+
+    Raises:
+        FolderError: it is a URL.
+    """
+    path = name.removeprefix("file://")
+    if "://" in path:
+        raise FolderError(
+            f"hookline view must show a folder on this machine, got {name}."
+            "\nCopy it here; hookline findings and hookline compare read URLs."
+        )
+    return Path(path)
+
+
 def parse_items_option(text: str | None, folders: list[Path]) -> tuple[int, ...] | None:
     """Parse the option `--items`.
 
