@@ -18,7 +18,9 @@ from io import BytesIO, StringIO
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -541,3 +543,27 @@ def test_figures_of_a_tutorial_are_pictures(shown, executed):
             sizes = [Image.open(BytesIO(base64.b64decode(png))).size for png in pictures]
             assert sizes[0] == sizes[1]
             assert min(sizes[0]) > 90
+
+
+class Twice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        y = self.fc(self.fc(x))
+        return y, 1.5, torch.complex(y, -y).to(torch.complex128)
+
+
+def test_the_reader_in_numpy_reads_each_call_and_leaf(tmp_path):
+    reader = {}
+    page = (ROOT / "docs" / "format.md").read_text()
+    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], reader)
+    net = Twice()
+    with hl.record(net, ["**", "(root):output[2]"]) as run:
+        net(torch.ones(1, 2))
+    run.save(tmp_path / "run")
+    seen = reader["read_recording"](tmp_path / "run")[0]
+    assert np.array_equal(seen["fc:output"], [run[f"fc#{k}"].numpy(force=True) for k in (0, 1)])
+    assert float.fromhex(seen[":output"][0]["1"]) == 1.5
+    assert np.array_equal(seen[":output[2]"][0], run["(root):output[2]"].numpy(force=True))
