@@ -66,6 +66,28 @@ def test_a_second_writer_of_this_process_is_told_so(tmp_path):
         pass
 
 
+def test_a_lock_under_which_nothing_was_written_leaves_nothing(tmp_path):
+    for folder in (tmp_path, tmp_path / "new"):
+        with pytest.raises(ValueError, match="stop"), LocalPlace(folder).locked():
+            raise ValueError("stop")
+    assert os.listdir(tmp_path) == []
+    with LocalPlace(tmp_path).locked():
+        (tmp_path / "x").touch()
+    assert sorted(os.listdir(tmp_path)) == [".lock", "x"]
+
+
+def test_a_lock_whose_file_is_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    def lock(handle, kind):
+        monkeypatch.undo()
+        (tmp_path / ".lock").unlink()
+        fcntl.flock(handle, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    with LocalPlace(tmp_path).locked():
+        refused(tmp_path)
+        assert os.listdir(tmp_path) == [".lock"]
+
+
 @pytest.mark.processes
 def test_a_second_writer_is_told_who_the_first_is(tmp_path):
     with another_process(tmp_path) as process:

@@ -93,14 +93,21 @@ class FolderLock:
         self._process = CreatingProcess()
 
     def acquire(self) -> None:
-        """Lock the folder.
+        """Lock the folder, which is created if it does not exist.
 
         Raises:
             FolderError: another writer holds the lock, or may hold it.
-            OSError: the file of the lock cannot be opened or created.
+            OSError: the folder, or the file of the lock, cannot be opened or created.
         """
+        self._folder.mkdir(parents=True, exist_ok=True)
         if fcntl is None:
             return
+        self._acquire()
+        if not self.is_in_place():  # a writer that wrote nothing has removed its file meanwhile
+            self.release()
+            self.acquire()
+
+    def _acquire(self) -> None:
         handle = ForkSafeHandle(self._path, os.O_RDWR | os.O_CREAT)
         try:
             if self._flock(handle):
@@ -116,12 +123,18 @@ class FolderLock:
         self._handle = handle
 
     def release(self) -> None:
-        """End the lock. A forked child, which has closed its copy, leaves it to its parent."""
+        """End the lock, and remove its file from a folder that holds nothing else.
+
+        A forked child, which has closed its copy, leaves both to its parent.
+        """
         handle, self._handle = self._handle, None
         if handle is None or not self._process.is_current:
             return
         with suppress(OSError):
             os.ftruncate(handle.fileno(), 0)
+            is_alone = self._path.name == _LOCK and os.listdir(self._folder) == [_LOCK]
+            if is_alone and is_at(handle, self._path):
+                self._path.unlink()  # before it is unlocked: afterwards it is the next writer's
         self._unlock_and_close(handle)
 
     def is_in_place(self) -> bool:

@@ -253,12 +253,13 @@ class LocalPlace:
     def locked(self) -> Iterator[None]:
         """Keep other writers out of the block, and remove what killed ones have left.
 
+        A new folder into which nothing was written is removed afterwards.
+
         Raises:
             FolderError: another process is writing here.
         """
-        lock = FolderLock(self.folder, str(self))
+        lock, is_new = FolderLock(self.folder, str(self)), not self.folder.exists()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except FolderError:
             raise
@@ -274,6 +275,9 @@ class LocalPlace:
         finally:
             self._lock = None
             lock.release()
+            if is_new:
+                with suppress(OSError):  # it holds files
+                    self.folder.rmdir()
 
     @contextmanager
     def waiting_lock(self) -> Iterator[bool]:
