@@ -74,7 +74,7 @@ class StoreLine(FinalizingLine[Line]):
         return self._line.report()
 
     def _after_removal(self, error: BaseException | None) -> None:
-        self._sink.finish(self._line.report())
+        self._sink.finish(self._line.report(), error)
 
 
 @final
@@ -117,13 +117,17 @@ class StoreSink:
         """Write the passes before this one, because their gradients have arrived by now."""
         passes = self._recording.pop_passes()
         if self._process.is_current:
-            self._write_passes(passes)
+            try:
+                self._write_passes(passes)
+            except HooklineError:  # it ends this pass, too
+                self._leave_out("the model raised")
+                raise
         else:
             self._warn_of_fork()
         self._recording.begin_pass(current)
 
-    def finish(self, report: Report) -> None:
-        """Write the remaining passes and the manifest. Idempotent."""
+    def finish(self, report: Report, error: BaseException | None) -> None:
+        """Write the remaining passes and the manifest; `error` ended the block. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -134,14 +138,14 @@ class StoreSink:
         with self._open:
             try:
                 self._write_passes(self._recording.pop_passes())
-            except HooklineError as error:
-                problem = error  # the rows of the passes before are written all the same
+            except HooklineError as last_error:
+                problem = last_error  # the rows of the passes before are written all the same
             if self._chunks:
                 self._write_shard()
         if self._forms is not None:
             shards = [self._shards[number] for number in range(len(self._shards))]
             write_manifest(self.place, self._job.as_json(), origin_here(), shards)
-        if self._left_out:
+        if self._left_out and not isinstance(problem or error, HooklineError):
             self._warn_of_left_out()
         if problem is not None:
             raise problem
@@ -171,22 +175,33 @@ class StoreSink:
 
     def _write_passes(self, passes: list[PassRecord]) -> None:
         for record in passes:
-            number, self._n_seen = self._n_seen, self._n_seen + 1
             if record.failed or not len(record):
                 why = "the model raised" if record.failed else "no selected site had a value"
-                self._left_out.setdefault(why, []).append(number)
+                self._leave_out(why)
                 continue
+            number = self._n_seen
             try:
                 chunk = self._make_chunk(record)
             except NotRecordedError as error:
+                # Noted, too: a loop that goes on after errors catches this one.
+                self._leave_out("a value was missing")
                 raise NotRecordedError(
                     f"each pass must have a value at each site for to=, got none in pass {number}:"
                     f" {first_line(error)}.\nCall backward() for gradients before the model runs"
                     " again, and record sites that not each pass reaches in a store of their own."
                 ) from error
+            except HooklineError:
+                self._leave_out("a value was of another form")
+                raise
+            self._n_seen += 1
             self._chunks.append(chunk)
             if len(self._chunks) == self._job.shard_batches:
                 self._write_shard()
+
+    def _leave_out(self, why: str) -> None:
+        """Note that the next pass adds no rows."""
+        self._left_out.setdefault(why, []).append(self._n_seen)
+        self._n_seen += 1
 
     def _make_chunk(self, record: PassRecord) -> Chunk:
         n_items = _n_rows(record)
