@@ -73,3 +73,7 @@ def test_a_handle_that_nobody_holds_is_closed(tmp_path):
     again = ForkSafeHandle(path, os.O_RDWR)
     fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
     again.close()
+
+
+def test_a_handle_that_was_never_opened_is_silent():
+    ForkSafeHandle.__new__(ForkSafeHandle).__del__()  # Ctrl-C came before

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
@@ -55,7 +56,8 @@ class ForkSafeHandle:
 
     def __del__(self) -> None:
         """Close a descriptor that nobody holds, such as one whose closing Ctrl-C has stopped."""
-        self.close()
+        with suppress(AttributeError):  # Ctrl-C came before it was opened
+            self.close()
 
 
 def _close_all() -> None:
