@@ -39,6 +39,42 @@ def test_a_weight_comes_before_the_forward_that_uses_it():
     assert [finding.site, *finding.follows] == ["h.weight:value", "h", "h.weight:update"]
 
 
+MASKED = [1.0, float("-inf")]
+TRAINED = ["out", "out:grad_output", "w:grad", "w:update"]
+
+
+def test_a_mask_of_infinities_that_trains_is_a_note():
+    steps = [[MASKED, [1.0], [1.0], [1.0]]] * 3
+    mask = findings(TRAINED, steps)["non-finite"]
+    assert (mask.site, mask.level, mask.step) == ("out", "note", 0)
+    later = findings(TRAINED, [*steps, [[NAN], [NAN], [NAN], [NAN]]])["non-finite"]
+    assert (later.level, later.step, later.follows) == ("note", 0, ())
+
+
+def test_a_nan_after_a_mask_begins_where_it_is():
+    steps = [[MASKED, [1.0], [1.0], [1.0]]] * 3 + [[[NAN]] * 4]
+    layout = layout_of(TRAINED)
+    first, *_ = judge_steps([report_of(k, layout, row, 0.0) for k, row in enumerate(steps)])
+    assert (first.site, first.level, first.step) == ("out:grad_output", "error", 3)
+
+
+@pytest.mark.parametrize(
+    ("step", "level"),
+    [
+        ([[1.0], [NAN], [1.0], [1.0]], "note"),  # a `GradScaler` skipped a run of this step
+        ([[1.0], [NAN], None, None], "error"),  # no optimizer has stepped
+        ([[1.0], [NAN], [NAN], [1.0]], "error"),
+        ([[NAN], [1.0], [1.0], [1.0]], "error"),  # the whole output
+        ([[NAN, 1.0], [NAN], [1.0], [1.0]], "error"),
+    ],
+)
+def test_nan_that_reaches_no_weight_is_a_note(step, level):
+    steps = [[[1.0]] * 4, step]
+    layout = layout_of(TRAINED)
+    first, *_ = judge_steps([report_of(k, layout, row, 0.0) for k, row in enumerate(steps)])
+    assert (first.kind, first.level, first.step) == ("non-finite", level, 1)
+
+
 def test_a_gradient_far_below_others_of_its_kind_vanishes():
     sites = ["a:grad_output", "b:grad_output", "w:grad", "out"]
     finding = findings(sites, [[[1.0], [1e-7], [1e-7], [1e-9]]])["vanishing"]

@@ -37,7 +37,9 @@ _MOST_UNITS = 4  # whose numbers are printed
 _OF_NOW = {"vanishing", "dead units"}  # kinds that tell of the last steps alone
 _SINGLE = 3  # steps after which a jump is over
 
-_GRADIENTS = {"grad_output", "grad_input", "grad"}
+_WEIGHT_PORTS = ("value", "update", "grad")
+_OF_OUTPUTS = ("grad_output", "grad_input")
+_GRADIENTS = {*_OF_OUTPUTS, "grad"}
 # What a value is called; others are called by their port.
 _NOUNS = {"value": "weight"} | dict.fromkeys(_GRADIENTS, "gradient")
 
@@ -81,10 +83,49 @@ class _Training:
         self.table = _make_table(reports) if table is None else table
         self.sites = self.table.sites
         self.steps = [column.first for column in self.table.columns]
+        self.is_harmless = self._find_harmless()
+
+    @property
+    def bad_since(self) -> Array:
+        """The first step with a non-finite number by site; -1 without one, or if it is harmless."""
+        return np.where(self.is_harmless, -1, self.table.bad_since)
 
     def numbers(self, name: str) -> Array | None:
         """Return the last, least and greatest of a number by column and site; None without it."""
         return self.table.values(name) if name in self.table.names else None
+
+    def _find_harmless(self) -> NDArray[np.bool_]:
+        """Tell of which sites the non-finite numbers have reached no weight.
+
+        Masks of -inf in outputs and inputs are so, and gradients in a step that a `GradScaler`
+        skips. An output whose gradients are not finite in this step either is broken.
+        """
+        since, of_outputs = self.table.bad_since, self.where(*_OF_OUTPUTS)
+        bad_weights = [int(since[k]) for k in self.where(*_WEIGHT_PORTS) if since[k] >= 0]
+        bad_gradients = {int(since[k]) for k in of_outputs} - {self.steps[0]}
+        is_harmless = np.zeros(len(since), np.bool_)
+        for k in self.where("input", "output", *_OF_OUTPUTS):
+            step, until = int(since[k]), min(bad_weights, default=math.inf)
+            if 0 <= step < until and self._trains(step, until):
+                is_mask = step not in bad_gradients and self._has_number_at(step, k)
+                is_harmless[k] = k in of_outputs or is_mask
+        return is_harmless
+
+    def _trains(self, step: int, until: float) -> bool:
+        """Tell whether finite numbers change weights from a step on, and before another."""
+        columns = enumerate(self.table.columns)
+        later = [c for c, span in columns if step <= span.first and span.last < until]
+        norms = self.numbers("norm")
+        if norms is None or not later:
+            return False
+        _, least, greatest = norms[:, later][:, :, self.where("value")]
+        has_gradients = (norms[2][later][:, self.where("update", "grad")] >= 0).any()
+        return bool(has_gradients or (least.min(axis=0) < greatest.max(axis=0)).any())
+
+    def _has_number_at(self, step: int, site_index: int) -> bool:
+        """Tell whether a site has finite numbers in a step, too."""
+        report = next(report for report in self.reports if report.step == step)
+        return not math.isnan(_norms([report], self.sites[site_index])[0])
 
     def where(self, *ports: str) -> list[int]:
         """Return the indices of the sites of some ports."""
@@ -94,7 +135,7 @@ class _Training:
         """Return the onset of a site in a column: its first step far above its usual norm."""
         span, site = self.table.columns[column], self.sites[site_index]
         reports = self.reports[span.index - span.n_reports + 1 : span.index + 1]
-        first = 0 if len(reports) == 1 else _first_norm_above(reports, site, _BEGUN * usual)
+        first = 0 if len(reports) == 1 else int(np.argmax(_norms(reports, site) > _BEGUN * usual))
         stage = STAGES[path_and_port(site)[1]]
         turn = _firing_turn(reports[first], site, site_index)
         return _Onset(reports[first].step, stage, turn, site, factor, usual=usual)
@@ -112,13 +153,12 @@ def _make_table(reports: Sequence[StepReport]) -> DownsampledTable:
     return table
 
 
-def _first_norm_above(reports: Sequence[StepReport], site: str, bound: float) -> int:
-    """Return the index of the first report with a norm of a site above a bound; else 0."""
+def _norms(reports: Sequence[StepReport], site: str) -> Array:
+    """Return the norms of a site by report; NaN without them."""
     table = _make_table(reports)
     if site not in table.sites or "norm" not in table.names:
-        return 0
-    norms = table.values("norm")[0][:, table.sites.index(site)]
-    return int(np.argmax(norms > bound))
+        return np.full(len(reports), np.nan)
+    return table.values("norm")[0][:, table.sites.index(site)]
 
 
 def _firing_turn(report: StepReport, site: str, default: int) -> int:
@@ -153,6 +193,7 @@ def judge_steps(
         findings = [*_large_updates(training, *moved[:1]), *findings]
     if all(finding.kind in _OF_NOW for finding in findings):
         findings += _drifting_norms(training)
+    findings += _harmless_non_finite(training)
     findings = [_add_loss_change(finding, logged) for finding in findings]
     if all(finding.level == "note" for finding in findings):
         findings += _rising_loss(logged)
@@ -173,7 +214,7 @@ def _sites_without_numbers(training: _Training) -> list[str]:
 
 
 def _non_finite(training: _Training) -> Iterator[Finding]:
-    since = training.table.bad_since
+    since = training.bad_since
     onsets = [training.onset_at_step(int(k), int(since[k])) for k in np.flatnonzero(since >= 0)]
     if not onsets:
         return
@@ -186,13 +227,32 @@ def _non_finite(training: _Training) -> Iterator[Finding]:
     yield Finding("non-finite", text, first.site, "error", step, why, advice, follows, first.step)
 
 
+def _harmless_non_finite(training: _Training) -> Iterator[Finding]:
+    """Tell of non-finite numbers that reached no weight, such as masks and skipped steps."""
+    since = np.where(training.is_harmless, training.table.bad_since, -1)
+    onsets = [training.onset_at_step(int(k), int(since[k])) for k in np.flatnonzero(since >= 0)]
+    onsets.sort(key=lambda onset: onset.time)
+    of_outputs = [onset for onset in onsets if onset.port in _OF_OUTPUTS]
+    others = [onset for onset in onsets if onset.port not in _OF_OUTPUTS]
+    for first, *later in filter(None, (others, of_outputs)):
+        step, whose = f"step {first.step:,}", first.site
+        advice = "A mask of -inf is so. For other values, hl.check raises an error."
+        if first.port in _OF_OUTPUTS:
+            whose = f"The gradient at {first.site}"
+            advice = "A GradScaler skips such a step, and lowers its scale: usual at first."
+        text = f"{whose} holds NaN or infinity since {step}, and no weight gets it."
+        why, follows = further_text(len(later), "site"), _sites(later)
+        where, since_step = first.site, first.step
+        yield Finding("non-finite", text, where, "note", step, why, advice, follows, since_step)
+
+
 def _jumps(training: _Training) -> Iterator[Finding]:
     """Name the step at which norms jump, and the site that jumps first in it."""
     onsets = _jump_onsets(training)
     if not onsets:
         return
     first, what = onsets[0], onsets[0].noun
-    level: Level = "error" if (training.table.bad_since >= first.step).any() else "warning"
+    level: Level = "error" if (training.bad_since >= first.step).any() else "warning"
     if {onset.port for onset in onsets} <= _GRADIENTS and len(onsets) < _FEW * len(training.sites):
         level = "note"
     simultaneous = [onset for onset in onsets if onset.step == first.step]
