@@ -90,6 +90,12 @@ def test_a_site_is_dead_after_ten_steps_of_zeros():
     assert "dead" not in findings(["a", "b"], [*[zeros] * 12, alive])
 
 
+def test_a_weight_that_leaves_zero_late_does_not_drift():
+    steps = [[[0.0, 1.0], [0.0]]] * 16 + [[[0.0, 1.0], [0.01 * k]] for k in range(1, 15)]
+    assert findings(["out", "bias:value"], steps) == {}
+    assert "drift" in findings(["out"], [[[1.0 * 1.5**k]] for k in range(60)])
+
+
 @pytest.fixture
 def with_dead_units():
     """The curves of 12 steps: unit 6 lives again in the last."""

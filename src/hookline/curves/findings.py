@@ -462,7 +462,8 @@ def _drifting_norms(training: _Training) -> Iterator[Finding]:
     with np.errstate(all="ignore"):
         factor = _nanmedian(last[-RECENT:]) / _nanmedian(last[:half])
     onsets = [
-        training.find_onset(int(k), half, float(factor[k])) for k in np.flatnonzero(factor > _DRIFT)
+        training.find_onset(int(k), half, float(factor[k]))
+        for k in np.flatnonzero((factor > _DRIFT) & (factor < math.inf))  # it may begin at 0
     ]
     onsets = [onset for onset in onsets if onset.port != "update"]
     if not onsets:
