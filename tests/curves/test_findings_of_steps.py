@@ -90,6 +90,31 @@ def test_a_site_is_dead_after_ten_steps_of_zeros():
     assert "dead" not in findings(["a", "b"], [*[zeros] * 12, alive])
 
 
+@pytest.mark.parametrize(
+    ("grad", "update", "why"),
+    [
+        ([1.0], None, "No optimizer that steps has w."),
+        (None, [0.0], "No gradient reaches w."),
+        ([0.0], [0.0], "The gradient of w is 0."),
+        ([1.0], [0.0], "The gradient of w is not 0."),
+    ],
+)
+def test_the_gradient_tells_why_a_weight_stands_still(grad, update, why):
+    parts = {"w:grad": grad, "w:update": update}
+    numbers = {site: numbers for site, numbers in parts.items() if numbers is not None}
+    sites = ["v:value", "w:value", "v:grad", "v:update", *numbers]
+    steps = [[[1.0 + k], [1.0], [1.0], [1.0], *numbers.values()] for k in range(12)]
+    assert findings(sites, steps)["frozen"].why == f"1 weight so. {why}"
+
+
+def test_weights_without_a_change_may_have_gradients_of_zero():
+    sites = ["w:value", "w:grad", "w:update"]
+    for grad, advice in (([0.0], "Look at what uses"), ([1.0], "Look at the learning rate")):
+        finding = findings(sites, [[[1.0], grad, [0.0]]] * 12)["frozen"]
+        assert finding.text == "No weight changes since step 0."
+        assert finding.advice.startswith(advice)
+
+
 def test_a_weight_that_leaves_zero_late_does_not_drift():
     steps = [[[0.0, 1.0], [0.0]]] * 16 + [[[0.0, 1.0], [0.01 * k]] for k in range(1, 15)]
     assert findings(["out", "bias:value"], steps) == {}

@@ -379,6 +379,11 @@ def _all_zero_sites(training: _Training) -> Iterator[Finding]:
     level: Level = "note" if is_meant else "warning"
     why = f"Every element is 0. {plural(len(since), 'site is so', 'sites are so')}."
     advice = "Look at the learning rate and the biases: an activation with negative inputs is dead."
+    if first.step <= first_step and first.port == "output":
+        advice = (
+            "Look at its weights and its input: an activation gives 0 for negative inputs, and an"
+            " embedding for padding_idx."
+        )
     yield Finding("dead", text, first.site, level, step, why, advice, _sites(since[1:]), first.step)
 
 
@@ -412,11 +417,31 @@ def _frozen_weights(training: _Training) -> Iterator[Finding]:
     since = f" since step {step:,}" * (step > first_step)
     text = f"{first} does not change{since}{', unlike its siblings' * bool(odd)}."
     level: Level = "warning" if odd else "note"
-    why = f"{plural(len(others) + 1, 'weight')} so."
-    advice = "Look at requires_grad, and whether the optimizer was given it."
+    why, advice = _cause_of_standstill(training, first)
+    why = f"{plural(len(others) + 1, 'weight')} so. {why}".rstrip()
     follows = tuple(f"{path}:value" for path in others)
     number = f"step {step:,}"
     yield Finding("frozen", text, f"{first}:value", level, number, why, advice, follows, step)
+
+
+def _cause_of_standstill(training: _Training, path: str) -> tuple[str, str]:
+    """Tell by its gradient why a weight does not change, and what to look at."""
+    table = training.table
+    if f"{path}:update" not in training.sites:
+        advice = "Give it to the optimizer, unless it is frozen on purpose."
+        return f"No optimizer that steps has {path}.", advice
+    if not training.where("grad") or "norm" not in table.names:
+        return "", "Look at requires_grad, and whether the optimizer was given it."
+    at = [k for k in training.where("grad") if _path(training.sites[k]) == path]
+    norms = np.array(table.recent)[:, table.names.index("norm"), at]
+    if np.isnan(norms).all():
+        advice = "Look at requires_grad, and for detach(), no_grad() and .data in what uses it."
+        return f"No gradient reaches {path}.", advice
+    if not np.nan_to_num(norms).any():
+        advice = "Look at what uses it: a factor of 0, a dead activation, inputs of 0."
+        return f"The gradient of {path} is 0.", advice
+    advice = "Look at the learning rate of its parameter group. Half precision loses small updates."
+    return f"The gradient of {path} is not 0.", advice
 
 
 def _no_updates(training: _Training) -> Iterator[Finding]:
@@ -426,9 +451,18 @@ def _no_updates(training: _Training) -> Iterator[Finding]:
     elif (training.table.n_zero[updates] >= RECENT).all():
         step = int(training.table.zero_since[updates].max())
         text, number = f"No weight changes since step {step:,}.", f"step {step:,}"
-        why = f"All {len(updates)} updates are 0."
-        advice, site = "Look at the learning rate and its schedule.", training.sites[updates[0]]
+        site, are_zero = training.sites[updates[0]], _have_zero_gradients(training)
+        why = f"All {len(updates)} updates are 0{', and so are the gradients' * are_zero}."
+        advice = "Look at the learning rate and its schedule."
+        if are_zero:
+            advice = "Look at what uses these weights: a factor of 0, or a dead activation."
         yield Finding("frozen", text, site, "warning", number, why, advice, step=step)
+
+
+def _have_zero_gradients(training: _Training) -> bool:
+    """Tell whether weights get gradients, and all of them are 0 in the last steps."""
+    grads = training.where("grad")
+    return bool(grads) and bool((training.table.n_zero[grads] >= RECENT).all())
 
 
 def _never_stepped(training: _Training) -> Iterator[Finding]:

@@ -147,6 +147,8 @@ def _dead_finding(reading: Reading, zero: Sequence[Reading], survey: Survey) -> 
     advice = f"Look at the weights and the bias of {(source or reading).path}."
     if not is_activation(reading.module_type):
         advice = f"Look at the weights of {reading.path}, and at what zeroes them."
+    if reading.module_type == "Embedding":
+        advice = f"Look at the ids: {reading.path} gives 0 for padding_idx. Then at its weights."
     text, sites = f"{reading.site} passes nothing.", later_sites(zero, reading)
     return Finding("dead", text, reading.site, "warning", "100 % zero", why, advice, sites)
 
@@ -226,7 +228,7 @@ def saturated_attention(survey: Survey) -> Iterator[Finding]:
     why = f"In {part} of its rows one key has all the weight, in {len(full)} of {len(maps)} maps."
     why += " Almost no gradient flows through it."
     text = f"The softmax of {first.site} is saturated."
-    advice = "Look at the scale of the queries and keys, 1 / sqrt(width of a head)."
+    advice = "Look at the scale of queries and keys, 1 / sqrt(width of a head), and at the mask."
     sites = later_sites([r for _, r in full], first)
     yield Finding("saturated", text, first.site, "warning", part, why, advice, sites)
 
