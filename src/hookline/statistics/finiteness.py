@@ -125,8 +125,11 @@ def measurable_in(value: Any) -> list[Tensor]:
 
 def is_measurable(tensor: Tensor) -> bool:
     """Tell whether a tensor holds numbers that may be infinite."""
-    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
-        return False
+    return (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and is_readable(tensor)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds numbers, of any dtype, that can be read."""
     if type(tensor) in _PLAIN:
         if tensor.is_meta:
             return False

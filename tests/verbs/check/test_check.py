@@ -607,6 +607,24 @@ def test_under_autocast():
     assert len(line.findings) == 1
 
 
+def test_integers_are_measured_and_never_suspects():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("ids", torch.tensor([2**40]))
+
+        def forward(self, x, labels):
+            return nn.functional.cross_entropy(x, labels)
+
+    model = Net()
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        model(torch.ones(2, 3), torch.tensor([-100, -100]))
+    finding = caught.value.finding
+    assert finding.inputs[1].moments.max == -100
+    assert finding.parameters[0].moments.max == 2**40
+    assert finding.suspect is None
+
+
 def test_gradients_accumulate_over_several_backwards():
     model = Applied(lambda x: (x * 0).sqrt() + x)
     clean = Applied(lambda x: x)

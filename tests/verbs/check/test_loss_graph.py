@@ -59,6 +59,7 @@ def test_the_message_of_a_nan_loss_with_finite_gradients():
     assert (finding.site, finding.n_nan, finding.n_total) == ("loss", 1, 1)
     assert finding.message.startswith("the loss must be finite, got 1 NaN of 1 value in step 0")
     assert "the gradients are finite, so the step would hide it" in finding.notes
+    assert str(finding.inputs[1]) == f"[1] int64[{len(IGNORED)}]  from -100 to -100, mean -100"
 
 
 def test_a_loss_that_keeps_too_little_names_no_operation():

@@ -91,7 +91,7 @@ class Measured:
         name: the input, parameter or buffer.
         shape: its shape.
         dtype: its dtype, such as "float32".
-        moments: its statistics; None if it holds no floating numbers.
+        moments: its statistics; None if its numbers cannot be read, as on the meta device.
     """
 
     name: str

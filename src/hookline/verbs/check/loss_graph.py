@@ -339,7 +339,9 @@ class _Values:
                      " far as it is kept, was finite",)  # fmt: skip
         elif len(edges) < len(node.next_functions) and not constants:
             notes = ("the graph does not keep the operation's other input; look at it, too",)
-        return Fault(node, self._loss, [*inputs, *constants], notes)
+        saved = [tensor for name, tensor in saved_by(node) if name == "target"]
+        targets = [tensor for tensor in saved if not is_measurable(tensor)]  # integers: classes
+        return Fault(node, self._loss, [*inputs, *constants, *targets], notes)
 
 
 _FROM_OUTPUT = "an output of the model or a weight was not finite, and the loss has passed it on"

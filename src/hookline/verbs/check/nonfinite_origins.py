@@ -17,6 +17,7 @@ from numbers import Real
 from typing import Any, final
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,12 +34,14 @@ from hookline.statistics.finiteness import (
     NonFinite,
     count_nan_and_inf,
     is_measurable,
+    is_readable,
     non_finite_kinds,
     plain_moments,
     union_of_kinds,
 )
 from hookline.verbs.check.finding import Measured, SourceLine, is_internal, source_line, user_frame
 
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Operations that return memory that is not written yet; of a resized tensor, a part is.
 _NEW = ("empty", "new_empty")
 _EMPTY = (*_NEW, "resize")
@@ -306,7 +309,8 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def measure(name: str, tensor: Tensor) -> Measured:
     """Measure a tensor."""
     dtype = torch_name(tensor.dtype)
-    numbers = plain_moments(tensor) if is_measurable(tensor) else None
+    can_measure = is_readable if tensor.dtype in _INTEGERS else is_measurable
+    numbers = plain_moments(tensor) if can_measure(tensor) else None
     return Measured(name, tuple(tensor.shape), dtype, numbers)
 
 

@@ -432,7 +432,8 @@ def _measured_parameters(node: ModuleNode) -> tuple[Measured, ...]:
 
 def _likely_cause(parts: Sequence[Measured], node: ModuleNode) -> str | None:
     """Name the parameter or buffer that is not finite, or else the largest if it is very large."""
-    entries = [(part.name, part.moments) for part in parts if part.moments is not None]
+    floating = [part for part in parts if "float" in part.dtype or "complex" in part.dtype]
+    entries = [(part.name, part.moments) for part in floating if part.moments is not None]
     bad = [name for name, moments in entries if moments.non_finite]
     sizes = [(moments.max_abs, name) for name, moments in entries if moments.finite]
     size, largest = max(sizes, default=(0.0, ""), key=itemgetter(0))
