@@ -329,6 +329,22 @@ def test_a_step_that_a_scaler_skips_is_no_alarm():
     assert line.findings == []
 
 
+def test_a_scaler_that_skips_all_steps_is_warned_of():
+    model = nn.Sequential(nn.Linear(2, 2), Function(lambda x: (x * 1e-30) * 1e30))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=0.99)
+    with (
+        pytest.warns(UserWarning, match="no optimizer has stepped.* all 40 backwards"),
+        hl.check(model) as line,
+    ):
+        for _ in range(40):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [finding.step for finding in line.findings] == [0]
+
+
 def test_a_step_that_the_loop_skips_is_no_alarm():
     model = zoo.rows_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -51,6 +51,13 @@ _WAITING = (
     "FSDP2 has not reduced it: set_requires_gradient_sync(False) keeps it for a later backward"
 )
 _MEANT = "infinities that are meant, as in a mask, have reached the gradients"
+# A GradScaler that begins at 65,536 has long halved its scale to 1.
+_MOST_SKIPPED = 32
+_NEVER_STEPPED = (
+    "hl.check: no optimizer has stepped, and the gradients of all {n} backwards were not finite."
+    "\nThe first, which line.findings has in full: {message}"
+    "\nA GradScaler skips such steps. Mend what overflows at any scale."
+)
 _FINITE_GRADIENTS = "the gradients are finite, so the step would hide it"
 
 
@@ -74,7 +81,9 @@ class BackwardChecks:
         self._losses: list[LossGraph] = []
         self._nan_loss: CheckFinding | None = None
         self._at_start = self._judged = self._first_judged = _GradientSnapshot([])
-        self._has_stepped = False
+        self._has_stepped = self._has_been_finite = False
+        self._first_bad: CheckFinding | None = None
+        self._n_bad = 0
         self._has_judged = False
         # Whether gradients that DDP reduced were not finite, and no step has raised the error.
         self._all_know = False
@@ -161,6 +170,9 @@ class BackwardChecks:
                 outcome.in_backward = known or self._find_cause(
                     runs, loss, self._bad_grads(self._weights)
                 )
+            self._has_been_finite |= is_finite
+            self._n_bad += not is_finite
+            self._first_bad = self._first_bad or outcome.in_backward
             self._note_nan_loss(runs, loss, is_finite=is_finite)
             self._judged = _GradientSnapshot(self._weights)
             self._first_judged = self._first_judged if is_known else self._judged
@@ -351,12 +363,22 @@ class BackwardChecks:
         if error is None and self._checked.others_would_wait:
             finding = self._agree_at_end(outcome.pop_forward_finding() or finding, finding)
         if finding is None:
+            self._warn_of_skipped_steps(error)
             return
         outcome.add(finding)
         if error is None:
             outcome.at_end = outcome.at_end or finding
         elif not isinstance(error, NonFiniteError):
             error.add_note(f"hookline: before that, {finding.message}")
+
+    def _warn_of_skipped_steps(self, error: BaseException | None) -> None:
+        """Warn if all steps were skipped, as by a `GradScaler` that no scale helps."""
+        first, are_few = self._first_bad, self._n_bad <= _MOST_SKIPPED
+        if first is None or are_few or error is not None or self._has_stepped:
+            return
+        if not self._has_been_finite:
+            self._outcome.warned.append(self._outcome.add(first))
+            warn(_NEVER_STEPPED.format(n=self._n_bad, message=first.message.splitlines()[0]))
 
     def _finding_never_stepped(self) -> CheckFinding | None:
         """Return what is wrong with the gradients at the end, if nobody has raised it."""
