@@ -176,6 +176,36 @@ def test_a_mask_of_minus_infinity_is_no_fault():
     assert run.findings().ok
 
 
+class Student(nn.Module):
+    """A student, and a teacher that runs under `no_grad`."""
+
+    def __init__(self, *, is_frozen):
+        super().__init__()
+        self.teacher, self.student = plain(4), plain(4)
+        self.teacher.requires_grad_(not is_frozen)
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = self.teacher(x)
+        return (self.student(x) - target).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("is_frozen", "ports", "levels"),
+    [
+        (True, ("output", "grad_output", "grad"), []),
+        (False, ("output", "grad_output", "grad"), ["warning"]),
+        (True, ("output", "grad_output"), ["note"]),
+    ],
+)
+def test_a_frozen_part_under_no_grad_cuts_nothing(is_frozen, ports, levels):
+    torch.manual_seed(0)
+    model = Student(is_frozen=is_frozen)
+    with hl.record(model, ports=ports) as run:
+        model(torch.randn(64, 64)).backward()
+    assert [finding.level for finding in run.findings() if finding.kind == "cut"] == levels
+
+
 def test_near_uniform_attention_is_no_outlier():
     weights = torch.full((2, 4, 64, 64), 1 / 64)
     weights[0, 0, 0, 0] += 0.01

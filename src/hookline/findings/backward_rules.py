@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from hookline.display.text import listed, plural
@@ -22,6 +22,7 @@ from hookline.findings.survey import (
 from hookline.findings.tensor_reading import Reading
 
 _NOT_NEEDED = ("needs no gradient", "frozen", "requires no gradient")
+_NO_GRAD = "no_grad()"
 
 
 def non_finite(survey: Survey) -> Iterator[Finding]:
@@ -33,6 +34,8 @@ def non_finite(survey: Survey) -> Iterator[Finding]:
     why = f"{n_bad:,} of {first.numbers.numel:,} elements, first in the backward;"
     why += f" outputs are finite. {further_text(len(bad) - 1, 'gradient')}".rstrip()
     advice = f"Look at the operation that uses {first.path or 'the output'}; hl.check names it."
+    if not any(r.numbers.n_nan for r in bad):
+        advice += " If a GradScaler has scaled the loss, it skips this step, as usual at first."
     yield non_finite_finding(first, n_bad, "in the gradient at", why, advice, bad)
 
 
@@ -40,17 +43,21 @@ def stopped_gradient(survey: Survey) -> Iterator[Finding]:
     """Name the last layer, in firing order, that the gradient never reached."""
     reached = {r.path for r in survey.gradients if r.port == "grad_output"}
     silent = [(path, why) for path, port, why in survey.silent if port == "grad_output"]
-    missing = {path for path, why in silent if not any(text in why for text in _NOT_NEEDED)}
+    missing = {path: why for path, why in silent if not any(text in why for text in _NOT_NEEDED)}
     order = [r for r in survey.leaf_outputs if r.path in reached or r.path in missing]
     runs = [
         (is_lost, list(group)) for is_lost, group in groupby(order, lambda r: r.path in missing)
     ]
-    place = next((k for k, (is_lost, _) in enumerate(runs[:-1]) if is_lost), None)
+    weights = _reasons_by_weight(survey)
+    lost = (k for k, (is_lost, _) in enumerate(runs[:-1]) if is_lost)
+    place = next((k for k in lost if not _are_frozen(runs[k][1], weights)), None)
     if place is None:
         return
     stretch, after = runs[place][1], runs[place + 1][1][0]
-    is_start = place == 0
-    level: Level = "warning" if is_start or _reached_in_other_blocks(stretch, runs) else "note"
+    is_broken = place == 0 or _reached_in_other_blocks(stretch, runs)
+    level: Level = "warning" if is_broken else "note"
+    if not weights and all(_NO_GRAD in missing[r.path] for r in stretch):
+        level = "note"  # whether it is a frozen part is not known
     reading = stretch[-1]
     text = f"The gradient stops between {after.site} and {reading.site}."
     names = listed([r.site for r in stretch], 3)
@@ -58,6 +65,19 @@ def stopped_gradient(survey: Survey) -> Iterator[Finding]:
     advice = "Look for detach(), no_grad(), .data, .item() or an integer operation there."
     sites = later_sites(stretch, reading)
     yield Finding("cut", text, reading.site, level, "no gradient", why, advice, sites)
+
+
+def _reasons_by_weight(survey: Survey) -> dict[str, str]:
+    """Say why weights got no gradient; nothing of those that got one."""
+    reasons = {path: why for path, port, why in survey.silent if port == "grad"}
+    return reasons | {r.path: "" for r in survey.gradients if r.port == "grad"}
+
+
+def _are_frozen(stretch: Sequence[Reading], reasons_by_weight: Mapping[str, str]) -> bool:
+    """Tell whether all weights of some layers are frozen, and they have some."""
+    paths = {r.path for r in stretch}
+    inside = [why for path, why in reasons_by_weight.items() if path.rpartition(".")[0] in paths]
+    return bool(inside) and all("frozen" in why for why in inside)
 
 
 def _reached_in_other_blocks(
