@@ -71,8 +71,8 @@ def test_a_nan_after_a_mask_begins_where_it_is():
 def test_nan_that_reaches_no_weight_is_a_note(step, level):
     steps = [[[1.0]] * 4, step]
     layout = layout_of(TRAINED)
-    first, *_ = judge_steps([report_of(k, layout, row, 0.0) for k, row in enumerate(steps)])
-    assert (first.kind, first.level, first.step) == ("non-finite", level, 1)
+    (finding,) = judge_steps([report_of(k, layout, row, 0.0) for k, row in enumerate(steps)])
+    assert (finding.kind, finding.level, finding.step) == ("non-finite", level, 1)
 
 
 def test_a_gradient_far_below_others_of_its_kind_vanishes():
@@ -105,6 +105,17 @@ def test_the_gradient_tells_why_a_weight_stands_still(grad, update, why):
     sites = ["v:value", "w:value", "v:grad", "v:update", *numbers]
     steps = [[[1.0 + k], [1.0], [1.0], [1.0], *numbers.values()] for k in range(12)]
     assert findings(sites, steps)["frozen"].why == f"1 weight so. {why}"
+
+
+def test_a_weight_that_other_code_writes_does_change():
+    sites = ["w:value", "w:update", "teacher:value"]
+    assert findings(sites, [[[1.0 + k], [0.01], [2.0 + k]] for k in range(12)]) == {}
+    assert "frozen" in findings(sites, [[[1.0 + k], [1.0], [2.0]] for k in range(12)])
+
+
+def test_zeros_that_follow_a_nan_are_not_told():
+    steps = [[[1.0], [1.0]]] * 2 + [[[NAN], [1.0]]] + [[[NAN], [0.0]]] * 12
+    assert [*findings(["w:grad", "out"], steps)] == ["non-finite"]
 
 
 def test_weights_without_a_change_may_have_gradients_of_zero():

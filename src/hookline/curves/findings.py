@@ -109,6 +109,8 @@ class _Training:
             if 0 <= step < until and self._trains(step, until):
                 is_mask = step not in bad_gradients and self._has_number_at(step, k)
                 is_harmless[k] = k in of_outputs or is_mask
+        broken = since[(since >= 0) & ~is_harmless]
+        is_harmless &= ~np.isin(since, broken) | (since == self.steps[0])
         return is_harmless
 
     def _trains(self, step: int, until: float) -> bool:
@@ -369,6 +371,8 @@ def _all_zero_sites(training: _Training) -> Iterator[Finding]:
         if table.n_zero[k] >= RECENT
     ]
     since = [onset for onset in since if onset.port == "output" or onset.step > first_step]
+    bad = training.bad_since[training.bad_since >= 0]
+    since = [onset for onset in since if onset.step <= bad.min(initial=onset.step)]
     if not since:
         return
     since.sort(key=lambda onset: (onset.step == first_step, onset.time))
@@ -400,7 +404,12 @@ def _frozen_weights(training: _Training) -> Iterator[Finding]:
     updates = {_path(training.sites[k]): k for k in training.where("update")}
     paths = [_path(training.sites[k]) for k in training.where("value")]
     zero, least = training.table.n_zero, min(RECENT, len(training.reports))
-    still = [path for path in paths if path not in updates or zero[updates[path]] >= least]
+    moving = _changing_weights(training)
+    still = [
+        path
+        for path in paths
+        if path not in moving and (path not in updates or zero[updates[path]] >= least)
+    ]
     if not updates or not still or len(still) == len(paths):
         return
     n_alike, n_still = Counter(map(template_of, paths)), Counter(map(template_of, still))
@@ -424,6 +433,17 @@ def _frozen_weights(training: _Training) -> Iterator[Finding]:
     yield Finding("frozen", text, f"{first}:value", level, number, why, advice, follows, step)
 
 
+def _changing_weights(training: _Training) -> set[str]:
+    """Return the weights that change in the last steps, whoever writes to them."""
+    if "norm" not in training.table.names:
+        return set()
+    recent = [row[training.table.names.index("norm")] for row in training.table.recent]
+    values = training.where("value")
+    with np.errstate(all="ignore"):
+        is_moving = np.fmin.reduce(recent)[values] < np.fmax.reduce(recent)[values]
+    return {_path(training.sites[k]) for k, moves in zip(values, is_moving, strict=True) if moves}
+
+
 def _cause_of_standstill(training: _Training, path: str) -> tuple[str, str]:
     """Tell by its gradient why a weight does not change, and what to look at."""
     table = training.table
@@ -435,12 +455,12 @@ def _cause_of_standstill(training: _Training, path: str) -> tuple[str, str]:
     at = [k for k in training.where("grad") if _path(training.sites[k]) == path]
     norms = np.array(table.recent)[:, table.names.index("norm"), at]
     if np.isnan(norms).all():
-        advice = "Look at requires_grad, and for detach(), no_grad() and .data in what uses it."
+        advice = "Look whether it is used, at requires_grad, and for detach(), no_grad() and .data."
         return f"No gradient reaches {path}.", advice
     if not np.nan_to_num(norms).any():
         advice = "Look at what uses it: a factor of 0, a dead activation, inputs of 0."
         return f"The gradient of {path} is 0.", advice
-    advice = "Look at the learning rate of its parameter group. Half precision loses small updates."
+    advice = "The learning rate of its group is 0, or its dtype rounds the updates away."
     return f"The gradient of {path} is not 0.", advice
 
 
