@@ -84,6 +84,20 @@ def test_a_hooks_own_error_names_its_site(net, image):
     assert caught.value.__notes__ == ["hookline: raised by the hook at layer1.0.conv (Conv2d)"]
 
 
+def test_a_hooks_own_error_shows_the_structure_it_got():
+    model = torch.nn.TransformerEncoderLayer(4, 2).train()
+    with hl.edit(model, "self_attn:input", lambda t: t * 2.0), pytest.raises(TypeError) as caught:
+        model(torch.zeros(3, 1, 4))
+    note = caught.value.__notes__[0]
+    assert note.startswith(
+        "hookline: raised by the hook at self_attn:input (MultiheadAttention), which was given"
+        " dict(query=Tensor[3, 1, 4], key=Tensor[3, 1, 4], "
+    )
+    assert note.endswith("\nSelect one tensor of it, such as 'self_attn:input.query'.")
+    with hl.edit(model, "self_attn:input.query", lambda t: t * 2.0):
+        model(torch.zeros(3, 1, 4))
+
+
 @pytest.mark.parametrize("model", [None, 3, "net", b"", [], object(), torch.nn.Linear, print])
 @pytest.mark.parametrize(
     ("verb", "arguments"),

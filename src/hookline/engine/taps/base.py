@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from enum import IntEnum
 from types import FrameType, FunctionType
 from typing import Any, ClassVar, NamedTuple
@@ -30,10 +31,22 @@ from hookline.engine.operations.attention_parts import computes_for_readers
 from hookline.engine.operations.mode import drop_leftover_modes
 from hookline.engine.passes.modes import refuse_tracing
 from hookline.engine.passes.passes import Pass, Passes
-from hookline.engine.pytree import leaves
+from hookline.engine.pytree import describe, leaves, tree
 from hookline.engine.selection.site import Site
 from hookline.engine.torch_private.dynamo import while_tracing
 from hookline.engine.torch_private.hooks import discard_hooks_of, hook_dict
+from hookline.errors import HooklineError
+
+
+def _structure_note(site: Site, error: Exception, value: Any) -> str:
+    """Say that a function was given a structure of tensors, where it may have expected a tensor."""
+    leaf = next((leaf for leaf, _ in tree.tensors(value)), ())
+    if not leaf or isinstance(error, HooklineError):
+        return ""
+    return (
+        f", which was given {describe.in_words(value)}."
+        f"\nSelect one tensor of it, such as {str(replace(site, leaf=leaf))!r}."
+    )
 
 
 class Order(IntEnum):
@@ -297,8 +310,11 @@ class Tap(HookOwner):
         if self in walked_over:  # absent if interrupted before it was added
             walked_over.remove(self)
 
-    def _note(self, error: Exception) -> None:
-        error.add_note(f"hookline: raised by the hook at {self.site} ({self.site.module_type})")
+    def _note(self, error: Exception, value: Any = None) -> None:
+        site, note = self.site, ""
+        if site.port in ("input", "output") and not site.leaf:
+            note = _structure_note(site, error, value)
+        error.add_note(f"hookline: raised by the hook at {site} ({site.module_type}){note}")
 
     @property
     def is_excused(self) -> bool:

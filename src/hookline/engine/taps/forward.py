@@ -35,7 +35,7 @@ class OutputTap(Tap):
         try:
             return self.callback(current, output)
         except Exception as error:
-            self._note(error)
+            self._note(error, output)
             raise
 
 
@@ -62,10 +62,11 @@ class InputTap(Tap):
         if current is None:
             return None
         self.fired += 1
+        value = None
         try:
             value = self.arguments.bind(module, args, kwargs)
             new = self.callback(current, value)
             return None if new is None else self.arguments.unbind(module, new, value, args, kwargs)
         except Exception as error:
-            self._note(error)
+            self._note(error, value)
             raise
