@@ -54,6 +54,19 @@ def test_inputs_come_in_every_form(net, image, holder):
     assert hl.features(holder, {"x": torch.ones(2)}, "inner:input.mask")["inner:input.mask"].all()
 
 
+def test_inputs_that_require_gradients_want_the_graph(net, image):
+    image.requires_grad_()
+    with pytest.warns(hl.HooklineWarning, match=r"an input requires gradients.*\n.*detach=False"):
+        assert not hl.features(net, (image,), "stem")["stem"].requires_grad
+    hl.features(net, image, "stem", detach=True)
+    with torch.no_grad():
+        hl.features(net, {"x": image}, "stem")
+    hl.features(net, image, "stem", detach=False)["stem"].square().sum().backward()
+    given = image.detach().clone().requires_grad_()
+    net.eval().stem(given).square().sum().backward()
+    assert torch.equal(image.grad, given.grad)
+
+
 def test_it_works_when_the_model_is_called_inside_other_code(net, image):
     reached = []
 

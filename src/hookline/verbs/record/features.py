@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, Unpack
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hookline.engine import Selector, Site
-from hookline.engine.pytree import describe
-from hookline.errors import InputError, NotRecordedError
+from hookline.engine.pytree import describe, tree
+from hookline.errors import InputError, NotRecordedError, warn
 from hookline.recordings import Recording
 from hookline.verbs.record.keep import Keep
 from hookline.verbs.record.run_to_last_site import PartialForward
@@ -47,6 +48,10 @@ def features(
         >>> hl.features(model, iter(batches), "1").cat("1").shape
         torch.Size([9, 3])
 
+    Values are kept without their graph, as by `hl.record`. For a loss on them, such as a perceptual
+    or a style loss, give `detach=False`; without it, a warning says so if an input requires
+    gradients.
+
     The order of the listed sites does not matter. For a module that runs several times, the first
     call counts unless a later call is named (`"block#2"`). The forward is stopped by an exception,
     as by Ctrl-C. So context managers and `finally` blocks of the model run, and `always_call` hooks
@@ -75,6 +80,12 @@ def features(
         AttachError: the model cannot be hooked, or an option is invalid.
         TypeError: there is no such option.
     """
+    if "detach" not in options and _require_gradients(inputs):
+        warn(
+            "hl.features keeps values without their graph, and an input requires gradients: a loss"
+            " on these values gives it none.\nGive detach=False to keep the graph, or detach=True"
+            " if no loss needs it."
+        )
     missing: list[Site] = []
     # The block begins at once: an error in between would leave hooks on the model.
     with (
@@ -98,6 +109,13 @@ def features(
     for site in missing:
         runner.recording[site]  # raises an error that says why
     return runner.recording
+
+
+def _require_gradients(inputs: Any) -> bool:
+    """Tell whether autograd would follow a tensor of the inputs; those of a loader are not read."""
+    if not torch.is_grad_enabled() or isinstance(inputs, DataLoader | Iterator):
+        return False
+    return any(tensor.requires_grad for _, tensor in tree.tensors(inputs))
 
 
 def _batches(model: nn.Module, inputs: Any) -> Iterator[Any]:
