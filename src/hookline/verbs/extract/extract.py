@@ -111,7 +111,8 @@ def extract(
             cluster that `ray.init(...)` has connected this process to, or else that of the
             environment variable `RAY_ADDRESS`. Without either, a cluster is started here, and ended
             afterwards; Ray keeps its access token in `~/.ray/auth_token`.
-        keep: a function of each value; its result is stored. None, the default, stores the value.
+        keep: a function of each value, padding included; its result is stored. None, the default,
+            stores the value. A warning says if the result depends on padding.
         dtype: the dtype of floating tensors as stored; None, the default, keeps theirs.
         mask: for a row for each token, without padding: the key of the mask in a batch that is a
             dict. Or a function of the batch that returns a mask of shape `(items, tokens)`, or the

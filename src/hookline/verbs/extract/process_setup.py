@@ -18,6 +18,7 @@ from hookline.engine import Selector, gather_full, is_dtensor, local_part, shard
 from hookline.engine.pytree import tree
 from hookline.errors import warn
 from hookline.verbs.extract.options import Extracting
+from hookline.verbs.extract.padding_check import PaddingCheck
 from hookline.verbs.extract.worker import Worker
 from hookline.verbs.record.float32_reductions import call_in_float32
 from hookline.verbs.record.keep import Keep
@@ -56,7 +57,10 @@ class Setup:
         options = self.options
         keep, dtype = options.get("keep"), options.get("dtype")
         is_split = sharding_kind(self.model) == "split"
-        keeping: Keep = {"copy": True} if is_split else {"keep": keep, "dtype": dtype, "copy": True}
+        check = PaddingCheck(None if is_split else keep)
+        keeping: Keep = {"copy": True}
+        if not is_split:
+            keeping = {"keep": check.watched(), "dtype": dtype, "copy": True}
         # Weights that are sharded change as they are gathered.
         state = None if sharding_kind(self.model) else KeptState(self.model)
         is_eval = options.get("eval", True)
@@ -69,6 +73,7 @@ class Setup:
             mask = MaskOption(options.get("mask", DEFAULT_MASK), "mask" in options)
             gather = partial(_gather_whole, keep, dtype) if is_split else None
             worker = Worker(runner, self.source, options.get("inputs"), mask, gather)
+            worker.padding = check
             yield worker
         changed = runner.changing or (state.changed() if state else [])
         if changed:

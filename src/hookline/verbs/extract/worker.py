@@ -24,6 +24,7 @@ from hookline.stores.first_batch_summary import ComputePrecision, summary_of
 from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Chunk, ColumnForm
 from hookline.verbs.extract.call_hint import suggest_inputs
+from hookline.verbs.extract.padding_check import PaddingCheck
 from hookline.verbs.record.run_to_last_site import PartialForward
 
 _MOST_AHEAD = 2  # batches that wait for the device
@@ -44,6 +45,7 @@ class Worker:
         forward: runs the model on a batch, and returns the sites that it did not reach.
         offload: brings values to the CPU.
         forms: the form of each column, once a batch was run.
+        padding: finds out whether `keep=` reads padding.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Worker:
         self.offload: Offload = Offload(self._device)
         self._ahead: deque[Callable[[], None]] = deque()
         self.forms: dict[str, ColumnForm] | None = None
+        self.padding: PaddingCheck = PaddingCheck()
         self._first_chunk: Chunk | None = None
         self._first_copy: NumberedBatch | None = None
 
@@ -148,7 +151,7 @@ class Worker:
         whole = data if self._inputs is None else batch.data
         given = BatchAndInputs(data, whole, len(batch.items), self._has_decoder)
         tokens = find_tokens(given, self._mask)
-        with torch.no_grad():
+        with torch.no_grad(), self.padding.batch(tokens):
             missing = self._forward_with_hint(tree.map_tensors(self._move, data))
         passes = self._runner.recording.pop_passes()
         _check_reached(missing, passes, batch.number)

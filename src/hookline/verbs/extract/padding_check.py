@@ -1,0 +1,94 @@
+"""Find out whether `keep=` reads the padding of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from hookline.data.seeding import seeded
+from hookline.errors import warn
+from hookline.stores.batch_columns import Tokens
+from hookline.verbs.record.float32_reductions import call_in_float32
+
+
+@final
+class PaddingCheck:
+    """Warn once if what is kept of a value changes with the value's padding.
+
+    In compiled code, where `keep` is a part of the graph, nothing is checked.
+
+    Args:
+        keep: the function of a value; None keeps values as they are, and nothing is checked.
+    """
+
+    def __init__(self, keep: Callable[[Any], Any] | None = None) -> None:
+        self._keep = keep
+        self._mask: Tensor | None = None
+        self._value: Tensor | None = None
+        self._is_done = keep is None
+
+    def watched(self) -> Callable[[Any], Any] | None:
+        """Return `keep`, which then also leaves a value of each batch to the check."""
+        keep = self._keep
+        if not callable(keep):
+            return keep
+
+        def keep_and_hold(value: Any) -> Any:
+            if not is_dynamo_compiling():
+                self._hold(value)
+            return keep(value)
+
+        return keep_and_hold
+
+    @contextmanager
+    def batch(self, tokens: Tokens | None) -> Iterator[None]:
+        """Check the first batch with padding, which is run in the block."""
+        if not self._is_done and tokens is not None and tokens.rival is None:
+            self._mask = None if bool(tokens.mask.all()) else tokens.mask
+        try:
+            yield
+            if self._mask is not None and self._value is not None:
+                self._judge(self._value, self._mask)
+        finally:
+            self._mask = self._value = None
+
+    def _judge(self, value: Tensor, mask: Tensor) -> None:
+        """Call `keep` on a value, as it is and with NaN at the padding."""
+        self._is_done = True
+        padding = ~mask.to(value.device)[..., None]
+        try:
+            kept = self._kept(value.clone())
+            changed = self._kept(value.masked_fill(padding, torch.nan))
+            reads_padding = isinstance(kept, Tensor) and _differ(kept, changed, mask)
+        except Exception:  # of a function that refuses NaN
+            return
+        if reads_padding:
+            warn(
+                "keep= reads padding: what it gives changes with the values at tokens that the mask"
+                " leaves out.\nStore a row for each token, without keep=, and reduce"
+                " store[site].of_items([k]) for each item k; or give mask=None."
+            )
+
+    def _kept(self, value: Tensor) -> Any:
+        assert self._keep is not None
+        with seeded(0, {value.device} - {torch.device("cpu")}):
+            return call_in_float32(self._keep, value)
+
+    def _hold(self, value: Any) -> None:
+        mask = self._mask
+        if mask is None or self._value is not None or not isinstance(value, Tensor):
+            return
+        if value.ndim == 3 and value.shape[:2] == mask.shape and value.is_floating_point():
+            self._value = value.detach()
+
+
+def _differ(kept: Tensor, changed: Tensor, mask: Tensor) -> bool:
+    """Tell whether two results differ, apart from rows of padding, which are not stored."""
+    if kept.shape[:2] == mask.shape and kept.ndim > 2:
+        kept, changed = (tensor[mask.to(tensor.device)] for tensor in (kept, changed))
+    return bool(((kept != changed) & ~kept.isnan()).any())
