@@ -115,12 +115,21 @@ def test_scripted_and_exported_models_are_refused_by_name(net):
         hl.record(exported, "blocks.0@relu")  # which holds parameters, and is not called
 
 
+class Adds(nn.Module):
+    def forward(self, x):
+        y = x.exp()
+        y += x
+        return y
+
+
 def test_a_function_that_is_never_called_is_explained(net):
     said = r"blocks.0 calls no `gelu` itself, took another branch, or did not run; "
     said += r"hl.operations\(model, x, 'blocks.0'\)"
     with pytest.warns(hl.HooklineWarning, match=said):
         with hl.record(net, "blocks.0@gelu"):
             net(torch.ones(1, 2))
+    with pytest.raises(hl.NotRecordedError, match=r"calls no `add` .*; in place, it is '@add_'"):
+        hl.features(Adds(), torch.ones(2), "@add")
     said = r"itself computes no attention .*; 'blocks\.0\.\*\*@pattern' matches the modules inside"
     with pytest.warns(hl.HooklineWarning, match=said):
         with hl.record(net, "blocks.0@pattern"):

@@ -14,6 +14,7 @@ from torch import nn
 
 from hookline.display.text import escape_invisible, listed
 from hookline.engine.compile.compiled_modules import may_lack_guards
+from hookline.engine.function_names import functions_by_name
 from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
@@ -150,6 +151,8 @@ def uncalled_operation_reason(node: OperationNode, or_else: str = "") -> Why:
     if node.name in PARTS:
         what = "itself computes no attention whose parts are known"
     fix = f"hl.operations(model, x, {path!r}) lists what it calls"
+    if f"{node.name}_" in functions_by_name():
+        fix += f"; in place, it is '{node.host.path}@{node.name}_'"
     if any(child is not None for child in node.host.children):
         inside = f"{node.host.path}.**" if node.host.path else "**"
         fix += f"; '{inside}@{node.name}' matches the modules inside"
