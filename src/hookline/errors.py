@@ -7,9 +7,11 @@ built-in error that Python programmers would catch.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -107,19 +109,28 @@ def check_positive_int(name: str, got: Any, fix: str, error: type[Exception] = I
         raise error(f"{name} must be a positive integer, got {got!r}.\n{fix}")
 
 
-def check_option_names(verb: str, options: Collection[str], allowed: Collection[str]) -> None:
+def check_option_names(
+    verb: Callable[..., Any], options: Collection[str], allowed: Collection[str]
+) -> None:
     """Refuse keyword arguments that are no options of a verb.
 
-    >>> check_option_names("sweep", {"row": 4}, ("rows", "to"))
+    >>> def sweep(model, *, each=None, **options):
+    ...     check_option_names(sweep, options, ("rows", "to"))
+    >>> sweep(None, row=4)
     Traceback (most recent call last):
-    TypeError: hl.sweep() got an unexpected keyword argument 'row'.
-    Give some of rows=, to=.
+    TypeError: hl.sweep() got an unexpected keyword argument 'row'. Did you mean rows=?
+    Give some of each=, rows=, to=.
     """
     for name in options:
         if name not in allowed:
+            parameters = inspect.signature(verb).parameters.values()
+            own = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+            names = [*own, *allowed]
+            close = difflib.get_close_matches(name, names, 1)
             raise TypeError(
-                f"hl.{verb}() got an unexpected keyword argument {name!r}."
-                f"\nGive some of {', '.join(f'{option}=' for option in allowed)}."
+                f"hl.{verb.__name__}() got an unexpected keyword argument {name!r}."
+                f"{f' Did you mean {close[0]}=?' if close else ''}"
+                f"\nGive some of {', '.join(f'{option}=' for option in names)}."
             )
 
 

@@ -391,8 +391,14 @@ def test_random_models_with_random_hooks_compute_the_same(spec, data):
     "run", [lambda *a, **k: hl.record(*a, "", **k), lambda m, **k: hl.features(m, None, "", **k)]
 )
 def test_an_option_that_there_is_not_is_refused(net, run):
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'cpoy'.\nGive some of keep="):
+    said = r"argument 'cpoy'\. Did you mean copy=\?\nGive some of .*keep=, device=, .*copy=\.$"
+    with pytest.raises(TypeError, match=said):
         run(net, cpoy=True)
+
+
+def test_an_option_is_compared_with_all_arguments(net):
+    with pytest.raises(TypeError, match=r"'port'\. Did you mean ports=\?\nGive some of ports=, "):
+        hl.record(net, "", port="input")
 
 
 @pytest.mark.parametrize("name", ["cat", "save", "passes"])

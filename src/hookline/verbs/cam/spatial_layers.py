@@ -65,7 +65,7 @@ def recording_line(
     whole = module_tree(model)
     nodes = {node.path: node for node in whole.nodes}
     places = [(replace(site, port=port), nodes[site.path]) for site in sites for port in ports]
-    options = checked("cam", {"copy": True, "keep": keep})
+    options = checked({"copy": True, "keep": keep})
     line = Line(model, name="cam")
     recorder = start_recording(line, Selection(whole, places), ports, options)
     line.options.quiet = True

@@ -13,7 +13,7 @@ from torch import nn
 from hookline.data.data_source import LoadOptions
 from hookline.data.make_source import make_source
 from hookline.engine import Selector, require_model, sharding_kind, unwrap_ddp
-from hookline.errors import FolderError, HooklineError, InputError, check_one_of
+from hookline.errors import FolderError, HooklineError, InputError, check_one_of, check_option_names
 from hookline.files.folder_or_url import Place, place_of
 from hookline.stores import Store, open_store
 from hookline.stores.job_manifest import is_finished
@@ -158,6 +158,7 @@ def extract(
             come.
     """
     require_model(model, "hl.extract(model, data, selector, to)")
+    check_option_names(extract, options, Extracting.__annotations__)
     check_options(options)
     place, ranks = place_of(to), Ranks()
     with ExitStack() as stack:

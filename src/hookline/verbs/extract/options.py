@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from hookline.engine.pytree import describe
-from hookline.errors import InputError, check_option_names, check_positive_int
+from hookline.errors import InputError, check_positive_int
 
 
 class Extracting(TypedDict, total=False):
@@ -49,9 +49,8 @@ def check_options(options: Extracting) -> None:
     """Check what is not checked where it is used.
 
     Raises:
-        TypeError: there is no such option. InputError: one has another type, or is too small.
+        InputError: an option has another type, or is too small.
     """
-    check_option_names("extract", options, Extracting.__annotations__)
     mask, inputs, n_bytes = options.get("mask"), options.get("inputs"), options.get("shard_bytes")
     if not (mask is None or isinstance(mask, str) or callable(mask)):
         raise InputError(

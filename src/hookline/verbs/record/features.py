@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hookline.engine import Selector, Site
 from hookline.engine.pytree import describe, tree
-from hookline.errors import InputError, NotRecordedError, warn
+from hookline.errors import InputError, NotRecordedError, check_option_names, warn
 from hookline.recordings import Recording
 from hookline.verbs.record.keep import Keep
 from hookline.verbs.record.run_to_last_site import PartialForward
@@ -80,6 +80,7 @@ def features(
         AttachError: the model cannot be hooked, or an option is invalid.
         TypeError: there is no such option.
     """
+    check_option_names(features, options, Keep.__annotations__)
     if "detach" not in options and _require_gradients(inputs):
         warn(
             "hl.features keeps values without their graph, and an input requires gradients: a loss"

@@ -27,7 +27,7 @@ from hookline.engine import (
     unwrap_all_transforms,
 )
 from hookline.engine.pytree import describe, tree
-from hookline.errors import AttachError, SiteError, StructureError, check_option_names
+from hookline.errors import AttachError, SiteError, StructureError
 from hookline.recordings import StampWithCopies, UndetectableStamp, stamp
 from hookline.verbs.record.float32_reductions import call_in_float32
 
@@ -58,14 +58,12 @@ class Keep(TypedDict, total=False):
     copy: bool | None
 
 
-def checked(verb: str, options: Keep) -> Keep:
-    """Refuse unknown options, and options with an invalid value; return them for compiled code.
+def checked(options: Keep) -> Keep:
+    """Refuse options with an invalid value; return them for compiled code.
 
     Raises:
-        TypeError: an option is unknown.
         AttachError: copy, detach, keep, dtype or device is invalid.
     """
-    check_option_names(verb, options, Keep.__annotations__)
     copy, detach, keep = options.get("copy"), options.get("detach", True), options.get("keep")
     if copy is not None and not isinstance(copy, bool):
         raise AttachError(

@@ -36,7 +36,7 @@ from hookline.engine import (
     ports_for,
 )
 from hookline.engine.run_settings import SettingsReader
-from hookline.errors import SelectionError, warn
+from hookline.errors import SelectionError, check_option_names, warn
 from hookline.recordings import Recording
 from hookline.verbs.record.by_query import ByQuery
 from hookline.verbs.record.keep import Keep, Keeper, checked, graph_part_of_keep, keeps_plain_values
@@ -201,10 +201,11 @@ def record(
             or it writes to the value.
             With `to=`, a value has no row for each item, or rows of another shape than before.
     """
+    check_option_names(record, options, Keep.__annotations__)
     names = ports_for(model, ports)
     if to is not None:
         options = {"copy": True, **options}
-    keeping = checked("record", options)
+    keeping = checked(options)
     line = Line(model, name="record", every_thread=every_thread, lenient=selector is None)
     recorder = start_recording(line, selector, names, keeping)
     return recorder if to is None else store_line(line, recorder.recording, to, options)

@@ -79,7 +79,7 @@ class PartialForward:
         self._may_stop = False
         self.changing: list[str] = []
         self._progress = progress = _Progress(next(_tokens))
-        options = checked(verb, options)
+        options = checked(options)
         line = Line(model, name=verb, lenient=selector is None)
         self._recorder = start_recording(line, selector, ("output",), options, progress.seen)
         line.options.quiet = True

@@ -121,7 +121,7 @@ def attribute(
     """
     check_callable(metric)
     each = check_each(each)
-    check_option_names("attribute", options, AttributeOptions.__annotations__)
+    check_option_names(attribute, options, AttributeOptions.__annotations__)
     _check_options(options)
     along, steps, n_checked = options.get("along"), options.get("steps"), options.get("check", 0)
     with without_side_effects(model, "hl.attribute(model, ...)", inputs, clean):

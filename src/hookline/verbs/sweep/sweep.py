@@ -124,7 +124,7 @@ def sweep(
         TypeError: there is no such option.
     """
     check_callable(metric)
-    check_option_names("sweep", options, SweepOptions.__annotations__)
+    check_option_names(sweep, options, SweepOptions.__annotations__)
     rows, to = options.get("rows", 16), options.get("to")
     check_positive_int("rows", rows, "Give rows=16.")
     each = check_each(each)
