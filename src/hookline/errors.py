@@ -124,7 +124,7 @@ def check_option_names(
     for name in options:
         if name not in allowed:
             parameters = inspect.signature(verb).parameters.values()
-            own = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+            own = [value.name for value in parameters if value.kind is value.KEYWORD_ONLY]
             names = [*own, *allowed]
             close = difflib.get_close_matches(name, names, 1)
             raise TypeError(

@@ -96,6 +96,17 @@ def test_sites_never_selected_are_refused_with_close_ones(net, image):
         run["layer1.0:input"]
 
 
+def test_a_module_as_a_key_is_told_a_site_of_its_type(net, image):
+    with hl.record(net, ["stem", "fc"]) as run:
+        net(image)
+    with pytest.raises(hl.NotRecordedError) as caught:
+        run[net.fc]
+    assert str(caught.value) == (
+        "a key must be a site, got a module (Linear)."
+        "\nGive as the key its site, such as 'fc'; passes are in run.passes."
+    )
+
+
 def test_a_leaf_of_a_whole_value_can_be_looked_up(holder):
     with hl.record(holder) as run:
         holder(torch.ones(2))

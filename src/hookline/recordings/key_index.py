@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, final
 
+from torch import nn
+
 from hookline.display.text import plural
 from hookline.engine import ROOT, Selection, Site, parse_site, path_text
 from hookline.engine.pytree.tree import Leaf
@@ -185,11 +187,15 @@ class Index:
         return None
 
     def _not_a_site_text(self, key: Any) -> str:
-        site = f"the site itself, such as {next(iter(self._by_text), 'layer1')!r}"
+        got, site = repr(key), f"the site itself, such as {next(iter(self._by_text), 'layer1')!r}"
+        if isinstance(key, nn.Module):
+            got = f"a module ({type(key).__name__})"
+            alike = [str(known) for known in self._sites if known.module_type == type(key).__name__]
+            site = f"its site, such as {alike[0]!r}" if alike else site
         if isinstance(key, int) and -len(self._sites) <= key < len(self._sites):
             site = f"run.sites[{key}], which is {str(self._sites[key])!r}"
         return (
-            f"a key must be a site, got {key!r}.\nGive as the key {site}; passes are in run.passes."
+            f"a key must be a site, got {got}.\nGive as the key {site}; passes are in run.passes."
         )
 
     def _not_selected_text(self, key: Key) -> str:
