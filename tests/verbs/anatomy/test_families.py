@@ -281,3 +281,14 @@ def test_the_load_of_experts_counts_their_tokens():
     chosen = seen.gave["model.layers.1.mlp.gate"].topk(2).indices
     assert load.keys() == {0, 1, 2}
     assert load[1].tolist() == [int((chosen == expert).sum()) for expert in range(4)]
+
+
+@pytest.mark.slow
+def test_an_edit_of_router_logits_changes_the_choice():
+    model, parts, _ = family("mixtral")
+    without_expert_0 = torch.tensor([-torch.inf, 0.0, 0.0, 0.0])
+    with torch.no_grad(), hl.edit(model, parts["router_logits"], hl.edits.add(without_expert_0)):
+        with hl.record(model, ".expert_indices") as run:
+            model(**X)
+    chosen = torch.cat([indices.flatten() for indices in run.values()])
+    assert chosen.unique().tolist() == [1, 2, 3]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookline.engine import parse_site
 from hookline.verbs.anatomy.claimed_names import NO_SITE
 from hookline.verbs.anatomy.identity_errors import CLOSE, best_rescale_error, error
 from hookline.verbs.anatomy.parts import (
@@ -208,14 +209,24 @@ def _name_router(trace: Trace, layer: Layer, part: Part, indices: Value) -> None
     events, _ = walk_back(indices, reads, layer.block.call.begin)
     made = [(event, event.outputs[0]) for event in events if event.name in MATMULS]
     products = [pair for pair in made if pair[1].tensor.shape[-1] >= n_experts]
-    site = site_of(trace, products[-1][1], layer.block.path) if products else None
-    if not layer.names.put("router_logits", site, "no product makes a number for each expert"):
+    if not products:
+        layer.names.put("router_logits", None, "no product makes a number for each expert")
         return
     product, logits = products[-1]
     late, _ = walk_back(indices, [id(logits), *reads], product.index + 1)
+    site = site_of(trace, logits, layer.block.path)
+    if site is not None and late and _is_inside(late[0].path, parse_site(site).path):
+        # This module returns the logits beside its choice: an edit of them would choose no other.
+        site = next(iter(trace.sites(logits, "operation", f"{product.path}@{product.name}")), None)
+    if not layer.names.put("router_logits", site, NO_SITE):
+        return
     needed = [layer.names.sites["expert_indices"], site]
     measure = partial(_router_error, late, logits, indices)
     layer.names.claim("choice by the logits", ("router_logits",), needed, measure)
+
+
+def _is_inside(path: str, holder: str) -> bool:
+    return path == holder or path.startswith(f"{holder}.")
 
 
 def _input_site(trace: Trace, call: ModuleCall, value: Value) -> str | None:
