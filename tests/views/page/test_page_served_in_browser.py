@@ -115,9 +115,18 @@ def test_the_gradient_beside_a_value_has_the_same_channels(visit, runs):
 
 
 def test_a_pass_is_chosen_and_kept_in_the_address(visit, runs):
-    page = visit(runs / "passes")
+    page, asked = visit(runs / "passes"), []
     is_measured(page)
+    grid, flows = page.get_by_role("treegrid"), re.compile("--rail: (?!4px)")
+    expect(grid).to_have_attribute("style", flows)
+    page.route("**/flow*", lambda request: asked.append(request))  # noqa: PLW0108 (playwright marks it)
     page.get_by_label("Pass").select_option("1")
+    expect(grid).not_to_have_attribute("style", flows)  # its own data flow has not come
+    while not asked:
+        page.evaluate("0")
+    asked[0].continue_()
+    expect(grid).to_have_attribute("style", flows)
+    page.unroute_all()
     expect(page).to_have_url(re.compile("&pass=1$"))
     std = page.locator(".window .line").first.locator(".std").inner_text()
     value = hl.open(runs / "passes").passes[1]["(root)"].double().std(correction=0)
@@ -133,7 +142,7 @@ def test_tokens_by_depth_are_read_by_keyboard(visit, tmp_path):
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
     model = nn.Sequential(*layers).eval()
-    x = torch.rand(2, 6, 8)
+    x = torch.rand(3, 6, 8)
     for name in ("a", "b"):
         with hl.record(model, ports=("output", "grad_output"), copy=True) as run:
             model(x).sum().backward()
@@ -151,6 +160,17 @@ def test_tokens_by_depth_are_read_by_keyboard(visit, tmp_path):
     expect(page.locator("#cell")).to_contain_text(f"token 2: norm {norm:.4g}")
     expect(page.locator("#pane-heading")).to_have_text("1")
     assert faults_of(page) == []
+    sample, asked = page.locator("#tokens input"), []
+    page.route("**/tokens*sample=1*", lambda request: asked.append(request))  # noqa: PLW0108 (playwright marks it)
+    sample.press("ArrowUp")
+    page.keyboard.press("ArrowUp")
+    norm = float(hl.open(tmp_path / "a")["1"][2, 2].norm())
+    expect(page.locator("#cell")).to_contain_text(f"token 2: norm {norm:.4g}")
+    with page.expect_response("**/tokens*sample=1*"):  # the answer that was asked for first
+        asked[0].continue_()
+    expect(sample).to_have_value("2")
+    expect(sample).to_be_focused()
+    expect(page.locator("#cell")).to_contain_text(f"token 2: norm {norm:.4g}")
     page.get_by_role("button", name="Tree").click()
     expect(page.get_by_role("treegrid")).to_be_visible()
     two = visit(tmp_path / "a", tmp_path / "b")

@@ -128,10 +128,12 @@
   async function findEdges() {
     const { pass } = view;
     core.flow ??= {};
-    if (isServed && !core.flow[pass] && !values.waiting.size)
-      core.flow[pass] = (await fetchJson(`flow?pass=${pass}&${ofState()}`))?.edges;
     view.edges = core.flow[pass] ?? [];
-    if (view.edges.length && view.pass === pass) tree.layOut();
+    if (!isServed || core.flow[pass] || values.waiting.size) return;
+    core.flow[pass] = (await fetchJson(`flow?pass=${pass}&${ofState()}`))?.edges;
+    if (view.pass !== pass) return; // another is shown by now
+    view.edges = core.flow[pass] ?? [];
+    if (view.edges.length) tree.layOut();
   }
 
   function showPass(pass) {

@@ -14,6 +14,7 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
   host.replaceChildren(bar, box);
   let data = null;
   let name = "";
+  let asked = 0; // the last request; older answers are dropped
   const map = makeHeatMap(box, {
     label: "Tokens × depth",
     about,
@@ -62,20 +63,25 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
 
   const legend = element("span", { class: "legend" });
 
+  const sample = element("input", {
+    type: "number",
+    min: 0,
+    oninput: () => (asked += 1), // an answer on its way would replace what is being typed
+    onchange: () => show(clamp(Math.round(Number(sample.value)), 0, data.samples - 1)),
+  });
+
   function fillBar() {
+    sample.max = data.samples - 1;
+    sample.value = data.sample;
     const names = Object.keys(TOKEN_NUMBERS).filter((key) => data[key]);
     const titles = names.map((key) => [key, TOKEN_NUMBERS[key][0]]);
     const turn = (key) => {
       name = key;
       draw();
     };
-    const sample = element("input", {
-      type: "number",
-      min: 0,
-      max: data.samples - 1,
-      value: data.sample,
-      onchange: () => show(clamp(Math.round(Number(sample.value)), 0, data.samples - 1)),
-    });
+    const key = `${names} ${data.samples}`;
+    if (bar.dataset.key === key) return;
+    bar.dataset.key = key;
     bar.replaceChildren(
       ...(names.length > 1 ? [element("label", {}, "Number ", menuOf(titles, name, turn))] : []),
       ...(data.samples > 1
@@ -86,9 +92,10 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
     );
   }
 
-  async function show(sample = 0) {
-    const answer = await ask(sample);
-    if (!answer?.output) return;
+  async function show(number = 0) {
+    const ticket = (asked += 1);
+    const answer = await ask(number);
+    if (ticket !== asked || !answer?.output) return;
     data = answer;
     if (!data[name]) name = data.error ? "error" : "output";
     fillBar();
