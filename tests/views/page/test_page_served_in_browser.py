@@ -326,9 +326,11 @@ def test_a_new_recording_is_shown_while_the_page_is_open(visit, runs, tmp_path):
     folder = shutil.copytree(runs / "a", tmp_path / "run")
     page = visit(folder, path="?q=head")
     expect(page.locator("#status")).to_contain_text("1 of 5 values")
+    page.keyboard.press("/")
     hl.open(runs / "passes").save(folder)
     expect(page.locator("#status")).to_contain_text("9 of ")
     expect(page.get_by_role("searchbox")).to_have_value("head")
+    expect(page.get_by_role("searchbox")).to_be_focused()
 
 
 def test_folds_and_focus_stay_when_a_new_recording_comes(visit, tmp_path):
@@ -378,7 +380,10 @@ def test_a_page_goes_on_after_the_server_was_away(visit, runs, tmp_path):
         " window.fetch = () => Promise.reject(new TypeError('Failed to fetch')); }"
     )
     expect(page.get_by_role("alert")).to_contain_text("hookline view has ended")
+    page.locator(".window .name", has_text="first").click()
     page.evaluate("() => { window.fetch = window.real; }")
+    maps = page.get_by_role("img", name=re.compile("^Output: 16 channels"))
+    expect(maps).to_be_visible()  # what was asked for meanwhile
     shutil.rmtree(folder)
     expect(page.get_by_role("alert")).to_contain_text("holds no recording now")
 

@@ -18,17 +18,30 @@ function say(text) {
   byId("live").hidden = !text;
 }
 
-// Ask the server for JSON; if that fails, say why on the page and return undefined.
+// What is drawn anew while the mouse presses it gets no click: answers wait for the release, five
+// seconds at most.
+let pressed = null;
+let letGo = () => {};
+addEventListener("pointerdown", () => (pressed = new Promise((done) => (letGo = done))), true);
+for (const name of ["pointerup", "pointercancel", "pointermove"])
+  addEventListener(name, ({ buttons }) => buttons || setTimeout(letGo), true); // after the click
+
+// Ask the server for JSON, again and again while there is none; if it refuses, say why on the page
+// and return undefined.
 async function fetchJson(address) {
   let response;
-  try {
-    response = await fetch(address, { cache: "no-store" });
-  } catch {
-    say("hookline view has ended. Start it again to go on.");
-    return undefined;
+  while (!response) {
+    try {
+      response = await fetch(address, { cache: "no-store" });
+    } catch {
+      say("hookline view has ended. Start it again to go on.");
+      await sleep(1);
+    }
   }
   try {
-    if (response.ok) return await response.json();
+    const answer = response.ok ? await response.json() : undefined;
+    await Promise.race([pressed, sleep(5)]);
+    if (answer) return answer;
   } catch {
     /* it ended on the way, or is no JSON */
   }
@@ -82,6 +95,14 @@ function noteInAddress(parameters, at, more = "") {
   system.addEventListener("change", showTheme);
   showTheme();
   byId("keys")?.addEventListener("click", () => byId("help").showModal());
+
+  // -- a page that is loaded again in its place keeps the focus --------------------------------
+
+  addEventListener("pagehide", () =>
+    keep("hookline-focus", JSON.stringify(document.activeElement.id), "sessionStorage"),
+  );
+  if (performance.getEntriesByType("navigation")[0]?.type === "reload")
+    byId(kept("hookline-focus", "sessionStorage"))?.focus();
 
   // -- following: the recording may be replaced, deleted, or written for the first time ---------
 
