@@ -122,6 +122,12 @@ def test_the_keyboard_reads_each_number_of_each_site(page):
     page.locator("#step").press("ArrowRight")
     is_chosen(page, "h.0:grad_output", "step 2: norm 0.01")
     expect(page.locator("#step")).to_be_focused()
+    box = page.locator("#step").bounding_box()
+    for share, act in ((0.66, page.mouse.down), (0.4, None), (0.0, page.mouse.up)):  # a drag
+        page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+        if act:
+            act()
+    is_chosen(page, "h.0:grad_output", "step 0: norm 1.000e\u22124")
     page.keyboard.press("Escape")
     expect(page.get_by_role("grid")).to_be_focused()
     page.keyboard.press("Alt+ArrowDown")
@@ -216,6 +222,26 @@ def test_a_number_chosen_while_steps_come_in_is_shown(visit, run):
     page.evaluate("release()")
     expect(page.locator("#time-cell")).to_have_text(re.compile("^step 3: mean"))
     expect(page).to_have_url(re.compile("number=mean"))
+
+
+def test_what_is_pressed_or_focused_stays_as_steps_come_in(visit, run):
+    page = visit(run, path="?number=mean#at=h.0&step=3")
+    link = page.locator("#pane .curve .link").first
+    link.focus()
+    run.add(*step(10))
+    expect(page.locator("#pulse-text")).to_contain_text("last step 4, ")
+    expect(link).to_be_focused()
+    page.evaluate(GATE)
+    page.evaluate("hold()")
+    box = page.locator(".stuck canvas").first.bounding_box()
+    run.add(*step(11))
+    expect(page.locator("body[data-held]")).to_be_visible()
+    page.mouse.move(box["x"] + box["width"] - 4, box["y"] + 30)
+    page.mouse.down()
+    page.evaluate("release()")
+    page.mouse.up()
+    is_chosen(page, "(root)", re.compile("^step 5: mean"))
+    expect(page.locator("#pulse-text")).to_contain_text("last step 5, ")
 
 
 def test_a_run_that_is_away_damaged_or_replaced_is_followed(visit, run, tmp_path):

@@ -17,26 +17,29 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
   const HEIGHT = 92;
   const LEFT = 46;
   let shownSite = -1;
+  // The picker stays as the rest is drawn anew: it may be dragged.
+  const picker = makePicker();
+  const [top, above, below] = [0, 1, 2].map(() => element("div", { class: "parts" }));
+  const body = element("div", { class: "pane-body" }, above, picker.label, below);
 
   function draw() {
     const site = run.sites[view.site];
     if (!site) return;
-    const had = document.activeElement?.id;
+    if (!body.isConnected) host.replaceChildren(top, body);
+    const active = host.contains(document.activeElement) ? document.activeElement : null;
     const scrollTop = shownSite === view.site ? host.scrollTop : 0;
     shownSite = view.site;
-    const body = element(
-      "div",
-      { class: "pane-body" },
-      ...callouts(),
-      picker(),
-      numbers(),
-      curves(),
-    );
-    host.replaceChildren(head(site), body);
+    top.replaceChildren(head(site));
+    above.replaceChildren(...callouts());
+    picker.draw();
+    below.replaceChildren(numbers(), curves());
     host.scrollTop = scrollTop;
-    if (had === "step" || had === "close") byId(had).focus();
+    if (active && !active.isConnected)
+      [...host.querySelectorAll("button")].find((button) => isSameButton(button, active))?.focus();
     askRanks(view.site);
   }
+
+  const isSameButton = (a, b) => a.id === b.id && a.dataset.site === b.dataset.site;
 
   function head({ label }) {
     const span = run.columns[view.column];
@@ -82,19 +85,24 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
       });
   }
 
-  function picker() {
+  function makePicker() {
     const input = element("input", {
       type: "range",
       id: "step",
       min: 0,
-      max: Math.max(0, run.columns.length - 1),
-      value: Math.max(0, view.column),
-      oninput: (event) => onChoose(view.site, Number(event.target.value)),
+      oninput: () => onChoose(view.site, Number(input.value)),
     });
-    const span = run.columns[view.column];
-    input.setAttribute("aria-valuetext", span ? stepText(span) : "no step");
-    const output = element("output", {}, span ? span.last.toLocaleString("en") : "");
-    return element("label", { class: "step-picker" }, "Step", input, output);
+    const output = element("output");
+    return {
+      label: element("label", { class: "step-picker" }, "Step", input, output),
+      draw() {
+        const span = run.columns[view.column];
+        input.max = Math.max(0, run.columns.length - 1);
+        input.value = Math.max(0, view.column);
+        input.setAttribute("aria-valuetext", span ? stepText(span) : "no step");
+        output.textContent = span ? span.last.toLocaleString("en") : "";
+      },
+    };
   }
 
   function numbers() {
