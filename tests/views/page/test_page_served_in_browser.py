@@ -208,6 +208,10 @@ def test_all_of_it_works_by_keyboard_alone(visit, runs):
     page.get_by_label("Sample").press("ArrowUp")
     page.keyboard.press("Enter")
     expect(page.get_by_label("Sample")).to_have_value("1")
+    scale = page.get_by_role("button", name="one scale")
+    scale.press("Enter")
+    expect(scale).to_have_attribute("aria-pressed", "true")
+    expect(scale).to_be_focused()
     page.keyboard.press("Escape")
     expect(page.get_by_role("treegrid")).to_be_focused()
 

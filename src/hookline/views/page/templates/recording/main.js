@@ -358,7 +358,7 @@
   function redraw() {
     strip.draw(view.table, view.findings);
     tree.relayOut();
-    pane.draw();
+    pane.redraw();
   }
   onTheme(redraw);
   let waiting = 0;

@@ -49,6 +49,7 @@ function drawOver(host, over, sets, view) {
         maps.tiles.map((tile) => overFigure(option, maps, tile, place)),
       ),
     );
+    figures.querySelectorAll("canvas").forEach((canvas, k) => (canvas.id = `over-${k}`));
     const isSigned = option.maps.some(({ tiles }) => tiles.some(({ lo }) => lo < 0));
     scale.replaceChildren(colourKey(isSigned ? "signed" : "plain", "least", "greatest"));
     about.replaceChildren(...option.about);

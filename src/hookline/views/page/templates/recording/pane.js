@@ -26,49 +26,71 @@ function makePane(host, core, view, { onClose, onStale }) {
   const isServed = state !== undefined;
   let asked = 0; // the last request for maps; older answers are dropped
   let focused = ""; // what had the focus before it was drawn anew, and waits for an answer
+  let drawn = {}; // the chosen row in its pass: its boxes, and how to draw its maps again
 
+  // Draw what is chosen. Of what is drawn already, the numbers are drawn anew; what is read, typed
+  // and scrolled in the rest stays.
   function draw() {
-    const row = view.row;
+    const { row, pass } = view;
     if (row < 0) return;
-    const { main, rest, forward, gradient } = view.table;
+    const { main, forward, gradient } = view.table;
     const first = forward[row] ?? gradient[row];
-    const body = element("div", { class: "pane-body" });
-    const active = document.activeElement;
-    if (active !== document.body) focused = host.contains(active) ? active.id : "";
-    host.replaceChildren(headOf(row, first), body);
-    host.scrollTop = 0;
-    for (const finding of view.findings)
-      if (finding.row === row) body.append(findingCallout(finding));
-    if (first === undefined) {
-      const isHere = values.of[row].length;
-      body.append(
-        quiet(
-          isHere
-            ? `Nothing in pass ${view.pass}. Choose another pass.`
-            : "No value of its own was recorded here.",
-        ),
-      );
-      return;
-    }
     const pair = [forward[row], main[row].grad_output ?? gradient[row]].filter(
       (value) => value !== undefined,
     );
-    body.append(cardsOf(recordsOf(pair)));
-    const boxes = {
-      over: element("div", { class: "maps" }),
-      maps: element("div", { class: "maps" }),
-    };
-    body.append(boxes.over, boxes.maps);
-    showMaps(boxes, pair);
+    const isNew = drawn.row !== row || drawn.pass !== pass;
+    if (isNew) begin(row, pass, headOf(row, first));
+    drawn.top.replaceChildren(...topOf(row, first, pair));
+    if (first === undefined) return;
+    drawn.rest.replaceChildren(...restOf(row, pair));
+    if (isNew) showMaps(drawn, pair);
+    else if (drawn.nParts !== partsOf(pair[0]).length) drawn.draw?.();
+    const stale = pair.find((value) => values.waiting.has(value));
+    if (stale !== undefined) onStale(stale);
+  }
+
+  function noteFocus() {
+    const active = document.activeElement;
+    if (active !== document.body) focused = host.contains(active) ? active.id : "";
+  }
+
+  function begin(row, pass, head) {
+    noteFocus();
+    asked += 1; // an answer on its way is of another value
+    const [top, over, maps, rest] = ["parts", "maps", "maps", "parts"].map((name) =>
+      element("div", { class: name }),
+    );
+    drawn = { row, pass, top, over, maps, rest };
+    host.replaceChildren(head, element("div", { class: "pane-body" }, top, over, maps, rest));
+    host.scrollTop = 0;
+  }
+
+  function topOf(row, first, pair) {
+    const callouts = view.findings
+      .filter((finding) => finding.row === row)
+      .map((finding) => findingCallout(finding));
+    if (first !== undefined) return [...callouts, cardsOf(recordsOf(pair))];
+    const none = values.of[row].length
+      ? `Nothing in pass ${view.pass}. Choose another pass.`
+      : "No value of its own was recorded here.";
+    return [...callouts, quiet(none)];
+  }
+
+  function restOf(row, pair) {
+    const { main, rest } = view.table;
     const others = [...Object.values(main[row]), ...rest[row]].filter(
       (value) => !pair.includes(value),
     );
-    if (others.length) body.append(cardsOf(recordsOf(others.slice(0, 8))));
-    if (others.length > 8) body.append(quiet(`and ${others.length - 8} more values`));
-    if (!isServed && core.view)
-      body.append(quiet("All channels and samples: ", element("code", {}, core.view)));
-    if (pair.some((value) => values.waiting.has(value)))
-      onStale(pair.find((value) => values.waiting.has(value)));
+    const more = others.length > 8 ? [quiet(`and ${others.length - 8} more values`)] : [];
+    const command =
+      !isServed && core.view
+        ? [quiet("All channels and samples: ", element("code", {}, core.view))]
+        : [];
+    return [
+      ...(others.length ? [cardsOf(recordsOf(others.slice(0, 8)))] : []),
+      ...more,
+      ...command,
+    ];
   }
 
   function headOf(row, first) {
@@ -216,6 +238,15 @@ function makePane(host, core, view, { onClose, onStale }) {
       await showMaps(boxes, pair);
       return;
     }
+    boxes.draw = () => drawAnswer(boxes, pair, answer);
+    boxes.draw();
+  }
+
+  function drawAnswer(boxes, pair, answer) {
+    noteFocus();
+    const nParts = partsOf(pair[0]).length;
+    const isSame = boxes.answer === answer && boxes.nParts === nParts;
+    Object.assign(boxes, { answer, nParts });
     const sets = pair
       .map((value, index) => ({
         name: nameOf(value),
@@ -224,24 +255,25 @@ function makePane(host, core, view, { onClose, onStale }) {
       }))
       .filter((set) => set.maps);
     const ask = () => showMaps(boxes, pair);
-    const choices =
-      isServed && sets.length ? choicesOf(sets[0].maps, pair[0], answer.scores, ask) : null;
+    const hasChoices = isServed && sets.length;
+    const makeChoices = () => choicesOf(sets[0].maps, pair[0], answer.scores, ask);
+    if (!isSame) boxes.choices = hasChoices ? makeChoices() : null; // else one is being typed in
+    const { choices } = boxes;
     const over = element("div", { class: "maps" });
     boxes.over.replaceChildren(...(answer.scores ? [scoresSection(answer.scores)] : []), over);
     const showChannel = drawOver(over, answer.over, sets, view);
     if (!over.children.length) over.remove();
     const redraw = () => {
-      const had = boxes.maps.contains(document.activeElement) ? document.activeElement.id : "";
       drawMaps(boxes.maps, sets, view, redraw, { choices, onTile: showChannel });
       const lack = answer.gradient?.problem;
       if (lack) boxes.maps.append(quiet(`Gradient: ${lack}`));
-      if (had) byId(had)?.focus();
     };
     if (sets.length) redraw();
     else if (answer.own?.problem) boxes.maps.replaceChildren(quiet(answer.own.problem));
     else if (!isServed && core.hasMaps && !values.problem[pair[0]])
       boxes.maps.replaceChildren(quiet("Its picture did not fit into the file."));
-    if (focused && document.activeElement === document.body) byId(focused)?.focus();
+    if (focused && document.activeElement === document.body)
+      byId(focused)?.focus({ preventScroll: true });
     focused = "";
   }
 
@@ -349,5 +381,5 @@ function makePane(host, core, view, { onClose, onStale }) {
     return box.children.length ? box : null;
   }
 
-  return { draw };
+  return { draw, redraw: () => drawn.draw?.() };
 }

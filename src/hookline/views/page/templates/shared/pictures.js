@@ -7,9 +7,14 @@ const TITLES = { channels: "Channels", heads: "Heads", table: "Values" };
 // `onTile(channel)` is told of a map that is pressed.
 function drawMaps(host, sets, view, redraw, { choices = null, onTile = null } = {}) {
   const [{ maps: base }] = sets;
-  host.replaceChildren(barOf(base, view, redraw, Boolean(choices)), ...(choices ? [choices] : []));
+  const had = host.contains(document.activeElement) ? document.activeElement.id : "";
+  for (const part of [...host.children]) if (part !== choices) part.remove();
+  if (choices && !choices.isConnected) host.append(choices);
+  host.prepend(barOf(base, view, redraw, Boolean(choices)));
   for (const set of sets)
     host.append(...pictureOf(set, Math.max(200, host.clientWidth), view, onTile));
+  host.querySelectorAll("canvas").forEach((canvas, k) => (canvas.id = `map-${k}`));
+  if (had) byId(had)?.focus({ preventScroll: true });
 }
 
 function barOf(base, view, redraw, hasChoices) {
@@ -43,7 +48,12 @@ function barOf(base, view, redraw, hasChoices) {
     };
     return element(
       "button",
-      { type: "button", "aria-pressed": String(view.isShared === isShared), onclick: choose },
+      {
+        type: "button",
+        id: isShared ? "one-scale" : "own-scale",
+        "aria-pressed": String(view.isShared === isShared),
+        onclick: choose,
+      },
       text,
     );
   });
@@ -155,7 +165,7 @@ function errorText(number, { lo, hi }, bits) {
 // Read numbers by pointer and by keyboard.
 function listenTo(canvas, { name, maps, form, readout, onTile = null }) {
   const { tiles, h, w, bits } = maps;
-  let cell = [0, 0, 0]; // the tile, the row and the column
+  let cell = tiles[0].cell ?? [0, 0, 0]; // the tile, the row and the column
   const words = ([index, row, column]) => {
     const tile = tiles[index];
     const number = tile.numbers[row * w + column];
@@ -203,7 +213,7 @@ function listenTo(canvas, { name, maps, form, readout, onTile = null }) {
     let [index, row, column] = [cell[0], cell[1] + down, cell[2] + across];
     if (column >= w && index < tiles.length - 1) [index, column] = [index + 1, 0];
     if (column < 0 && index > 0) [index, column] = [index - 1, w - 1];
-    cell = [index, clamp(row, 0, h - 1), clamp(column, 0, w - 1)];
+    cell = tiles[0].cell = [index, clamp(row, 0, h - 1), clamp(column, 0, w - 1)];
     readout.textContent = words(cell).join(" ");
   });
 }
