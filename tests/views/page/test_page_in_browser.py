@@ -103,9 +103,10 @@ def test_numbers_of_a_value_with_nan_say_that_they_leave_it_out(new_page, tmp_pa
 
 
 def test_the_pane_of_a_single_number_and_of_huge_ones(new_page, tmp_path):
-    model = nn.ModuleList([nn.Identity(), nn.Identity()])
+    model = nn.ModuleList([nn.Identity(), nn.Identity(), nn.Identity()])
     with hl.record(model, "*") as run:
         model[0](torch.tensor([3.25, float("inf")]))
+        model[2](torch.tensor([3 + 4j, 1j]))
         model[1](
             torch.tensor([-1.7e308, 0.0, 1.7e308], dtype=torch.float64)
         )  # the line at 0 is in the middle
@@ -114,6 +115,22 @@ def test_the_pane_of_a_single_number_and_of_huge_ones(new_page, tmp_path):
     expect(page.locator("#pane .card")).to_contain_text("The only finite element is 3.25.")
     page = new_page(f"{address}#at=1", address)
     expect(page.locator("#pane .histogram line")).to_have_attribute("x1", "120")
+    page.evaluate("location.hash = '#at=2'")  # complex numbers
+    expect(page.locator("#pane .left-out")).to_have_text("Of the magnitudes.")
+
+
+def test_gradients_alone_have_a_depth_strip(new_page, tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    with hl.record(model, ports="grad_output") as run:
+        model(torch.ones(1, 2)).sum().backward()
+    address = hl.write_page(run, tmp_path / "gradients.html").as_uri()
+    page = new_page(address, address)
+    strip = page.get_by_role("slider", name="Position in depth")
+    strip.press("Home")
+    expect(strip).to_have_attribute("aria-valuetext", "0")  # in the order of the forward
+    strip.hover()
+    norm = float(run["1:grad_output"].norm())
+    expect(page.locator("#tip")).to_have_text(f"1 Tanhgradient norm {norm:.3g}")
 
 
 def test_of_a_volume_the_slice_that_is_drawn_is_named(new_page, tmp_path):

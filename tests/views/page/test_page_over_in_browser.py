@@ -123,6 +123,8 @@ def test_a_channel_is_laid_over_the_input_by_key_and_by_menu(visit, folder):
     shown = read_cell(page, canvas, ["ArrowDown"])
     assert shown == pytest.approx(float(value[1 + 4, channel]), rel=1e-3, abs=1e-4)
     expect(page.get_by_role("img", name=f"Channel {channel}, gradient")).to_be_visible()
+    legend = page.locator("#pane .maps-bar .colour-key")
+    expect(legend).to_have_text(re.compile("below 0\\s*above 0"))  # of both maps
     page.locator("#maps-form").focus()
     page.locator("#maps-form").select_option("as a table")
     expect(page.locator("#pane")).to_contain_text(re.compile("17 . 20, rows down"))

@@ -40,7 +40,8 @@ function drawOver(host, over, sets, view) {
     const width = clamp(Math.floor((host.clientWidth - 16) / 3), 84, 220);
     const [rows, columns] = over.image ? over.size : [option.maps[0].h, option.maps[0].w];
     const height = Math.round((width * rows) / columns);
-    const place = { image: over.image, width, height, readout };
+    const isSigned = option.maps.some(({ tiles }) => tiles.some(({ lo }) => lo < 0));
+    const place = { image: over.image, width, height, readout, isSigned }; // one legend for all
     const input = element("img", { src: over.image, alt: "The input" });
     input.style.cssText = `width: ${width}px; height: ${height}px`;
     figures.replaceChildren(
@@ -50,8 +51,7 @@ function drawOver(host, over, sets, view) {
       ),
     );
     figures.querySelectorAll("canvas").forEach((canvas, k) => (canvas.id = `over-${k}`));
-    const isSigned = option.maps.some(({ tiles }) => tiles.some(({ lo }) => lo < 0));
-    scale.replaceChildren(colourKey(isSigned ? "signed" : "plain", "least", "greatest"));
+    scale.replaceChildren(ownScaleKey(isSigned));
     about.replaceChildren(...option.about);
     readout.textContent = "";
   }
@@ -96,10 +96,9 @@ function aboutNorm({ rows, columns, prefix }) {
   return [`${places} Before the patches: ${counted(prefix.length, "token")}, norm ${norms}.`];
 }
 
-function overFigure({ text, at }, maps, tile, { image, width, height, readout }) {
+function overFigure({ text, at }, maps, tile, { image, width, height, readout, isSigned }) {
   const { h, w, bits } = maps;
   const numbers = (tile.numbers ??= decoded(tile, bits));
-  const isSigned = tile.lo < 0;
   const name = `${text}${at}, ${tile.c}`;
   const [canvas, pen] = canvasOf(width, height, {
     role: "img",

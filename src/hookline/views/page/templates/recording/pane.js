@@ -116,6 +116,7 @@ function makePane(host, core, view, { onClose, onStale }) {
       leaf: isWeight ? "" : leaf,
       isBackward: port.startsWith("grad"),
       problem: values.problem[value],
+      isComplex: core.dtypes[values.dtype[value]]?.startsWith("complex"),
       isWaiting: values.waiting.has(value),
       shape: core.shapes[values.shape[value]],
       numel: values.numel[value],
@@ -165,8 +166,9 @@ function makePane(host, core, view, { onClose, onStale }) {
       return [element("p", { class: "quiet mono" }, record.shape || "no tensor")];
     const isPart = record.bad && record.bad < record.numel;
     const leftOut = "These numbers leave out NaN and infinity.";
-    const note = isPart ? element("p", { class: "quiet left-out" }, leftOut) : null;
-    return [histogramOf(record), note, numbersOf(record)];
+    const notes = [isPart ? leftOut : "", record.isComplex ? "Of the magnitudes." : ""];
+    const note = element("p", { class: "quiet left-out" }, notes.filter(Boolean).join(" "));
+    return [histogramOf(record), note.textContent ? note : null, numbersOf(record)];
   }
 
   function histogramOf({ min, max, numel: all, range, bad, bars, isBackward }) {

@@ -9,12 +9,14 @@ function makeStrip(host, core, chosen, onChoose) {
   const MANY = 400; // points beyond it are squares: faster, and as good to see
   let plot = null;
 
-  // The rows with an output in firing order, and the place of each.
+  // The rows with an output in firing order, and the place of each; without any output, those with
+  // a gradient, which come in the other direction.
   function lineOf(table) {
-    const line = rows.name
-      .map((_, row) => row)
-      .filter((row) => table.main[row].output !== undefined);
-    line.sort((a, b) => values.order[table.main[a].output] - values.order[table.main[b].output]);
+    const has = (port) => (row) => table.main[row][port] !== undefined;
+    const all = rows.name.map((_, row) => row);
+    const [port, sign] = all.some(has("output")) ? ["output", 1] : ["grad_output", -1];
+    const order = (row) => sign * values.order[table.main[row][port]];
+    const line = all.filter(has(port)).sort((a, b) => order(a) - order(b));
     return [line, new Map(line.map((row, place) => [row, place]))];
   }
 
@@ -52,7 +54,8 @@ function makeStrip(host, core, chosen, onChoose) {
         isBad: (row) => bad(gradient(row)),
       },
     ];
-    return plot.line.some((row) => gradient(row) !== undefined) ? lanes : lanes.slice(0, 2);
+    const has = (of) => plot.line.some((row) => of(row) !== undefined);
+    return lanes.slice(has(output) || !has(gradient) ? 0 : 2, has(gradient) ? 3 : 2);
   }
 
   // The modules that divide the strip: those at the top, and inside one that fills it, its own.
@@ -411,16 +414,17 @@ function makeStrip(host, core, chosen, onChoose) {
           ]
         : [];
     const lines = [strong(rows.label[row]), soft(` ${core.types[rows.type[row]]}`), element("br")];
-    lines.push(
-      soft("std "),
-      numberText(values.std[output]),
-      soft(" · zeros "),
-      shareText(values.zeros[output]),
-      ...broken(output),
-    );
+    if (output !== undefined)
+      lines.push(
+        soft("std "),
+        numberText(values.std[output]),
+        soft(" · zeros "),
+        shareText(values.zeros[output]),
+        ...broken(output),
+        element("br"),
+      );
     if (gradient !== undefined)
       lines.push(
-        element("br"),
         soft("gradient norm "),
         numberText(normOf(core, gradient)),
         ...broken(gradient),

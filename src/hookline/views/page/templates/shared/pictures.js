@@ -71,6 +71,10 @@ function rangeOf(tiles, isSigned) {
   return isSigned ? [-most, most] : [low, high];
 }
 
+// The legend of maps with a scale each. Signed colours are about zero, whatever is least.
+const ownScaleKey = (isSigned) =>
+  isSigned ? colourKey("signed", "below 0", "above 0") : colourKey("plain", "least", "greatest");
+
 function pictureOf({ name, ink: colour, maps }, width, view, onTile) {
   const { kind, tiles, bits } = maps;
   for (const tile of tiles) tile.numbers ??= decoded(tile, bits);
@@ -98,11 +102,9 @@ function pictureOf({ name, ink: colour, maps }, width, view, onTile) {
     }),
   );
   const readout = element("span", { class: "readout", "aria-live": "polite" });
-  const key = colourKey(
-    isSigned ? "signed" : "plain",
-    isOwn ? "least" : numberText(range[0]),
-    isOwn ? "greatest" : numberText(range[1]),
-  );
+  const key = isOwn
+    ? ownScaleKey(isSigned)
+    : colourKey(isSigned ? "signed" : "plain", ...range.map((number) => numberText(number)));
   listenTo(canvas, { name, maps, form, readout, onTile: maps.isPlaced ? onTile : null });
   return [
     element(
