@@ -178,11 +178,11 @@ def test_every_dtype_is_drawn_as_its_numbers(recorded, said, value):
     assert str(value.dtype).removeprefix("torch.") in said(figure)
 
 
-def test_of_complex_numbers_the_magnitude_is_drawn(recorded):
+def test_of_complex_numbers_the_magnitude_is_drawn(recorded, said):
     value = torch.randn(1, 1, 3, 3, dtype=torch.complex64).conj()
-    np.testing.assert_allclose(
-        tiles(hl.plots.channels(recorded(value), "site"))[0], value[0, 0].abs().numpy()
-    )
+    figure = hl.plots.channels(recorded(value), "site")
+    np.testing.assert_allclose(tiles(figure)[0], value[0, 0].abs().numpy())
+    assert "complex64, magnitudes read as NCHW" in said(figure)
 
 
 def curve(figure, k):

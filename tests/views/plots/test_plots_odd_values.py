@@ -94,6 +94,18 @@ def test_nested_tensors_are_refused_in_a_comparison(recorded):
         hl.plots.compare(run, run, "site")
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.tensor([3 + 4j]), "[1] mean magnitude 5, zeros 0 %"),
+        (torch.zeros(0, 20), "[0, 20], no elements"),
+    ],
+)
+def test_a_histogram_says_of_which_numbers_it_is(recorded, value, words):
+    axes = hl.plots.histograms(recorded(value), "site").axes[0]
+    assert words in [text.get_text() for text in axes.texts]
+
+
 def test_a_difference_that_squares_do_not_hold_is_drawn(recorded, said):
     a, b = (torch.tensor([number], dtype=F64) for number in (1e-300, 2e-300))
     assert "1 of 1 site differ beyond noise" in said(hl.plots.compare(recorded(a), recorded(b)))

@@ -71,7 +71,7 @@ def _channels_first(
     tensor = drawable_tensor(value)
     letters = layout or _guess_layout(value, default)
     _check_layout(value, letters)
-    text = f"read as {letters}"
+    text = "magnitudes " * value.tensor.is_complex() + f"read as {letters}"
     if "N" in letters:
         tensor, which = select_sample(tensor, letters.index("N"), sample, value.label)
         text += which

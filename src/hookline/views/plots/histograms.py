@@ -108,7 +108,10 @@ def _draw_histogram(axes: Axes, value: Value, bins: int, log: bool) -> None:
         axes.locator_params(axis="y", nbins=3)
     axes.set_title(shorten(value.label, 26), fontsize=SMALL, fontweight="bold",
                    loc="left", pad=12, **PLAIN)  # fmt: skip
-    words = f"{statistics.shape} mean {measure(statistics.mean)}, zeros {share(statistics.zeros)}"
+    mean = "mean magnitude" if value.tensor.is_complex() else "mean"
+    words = f"{statistics.shape} {mean} {measure(statistics.mean)}, zeros {share(statistics.zeros)}"
+    if not value.tensor.numel():
+        words = f"{statistics.shape}, no elements"
     style: dict[str, Any] = {"alpha": 0.75}
     if statistics.non_finite:
         words, style = (
