@@ -65,6 +65,14 @@ def test_findings_and_the_strip_stand_above_the_table():
     assert finding.advice in shown.text
     assert {"svg", "title"} <= shown.tags
     assert not {"script", "img", "link"} & shown.tags
+    assert "the last of" not in shown.text
+
+
+def test_the_strip_of_several_passes_names_its_own():
+    with hl.record(model := nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))) as run:
+        for _ in range(3):
+            model(torch.ones(2, 4))
+    assert "Over depth, in pass 2, the last of 3:" in Cells(run._repr_html_()).text
 
 
 def test_a_healthy_recording_says_so_and_an_empty_one_nothing(net, image):

@@ -38,7 +38,10 @@ def findings_html(passes: Sequence[PassRecord], modules: Mapping[str, str], repo
     if not survey.readings:
         return ""
     lines = "".join(_lines(findings))
-    return f'<div class="hookline"><p>{lines}</p>{depth_strip_svg(survey, findings)}</div>'
+    strip = depth_strip_svg(survey, findings)
+    last = f"Over depth, in pass {passes[-1].number}, the last of {len(passes)}:"
+    about = f"<p>{last}</p>" if strip and len(passes) > 1 else ""
+    return f'<div class="hookline"><p>{lines}</p>{about}{strip}</div>'
 
 
 def _is_small(passes: Sequence[PassRecord]) -> bool:
