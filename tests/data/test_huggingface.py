@@ -151,6 +151,12 @@ def test_rows_of_a_saved_data_set_are_keyword_arguments(tmp_path):
     assert list(run(source_of(selected), [0])[0].data) == ["ids"]
 
 
+def test_lists_in_a_stream_are_tensors_as_in_a_table():
+    table = datasets.Dataset.from_dict({"x": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]})
+    batch = next(iter(source_of(table.to_iterable_dataset(), batch_size=2).batches([0])))
+    assert torch.equal(batch.data["x"], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+
+
 def test_pictures_of_a_saved_data_set_are_prepared(tmp_path):
     pictures = pytest.importorskip("PIL.Image")
     made = [pictures.new("L", (size, 3)) for size in (2, 4)]

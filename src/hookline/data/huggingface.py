@@ -115,6 +115,13 @@ def is_huggingface(data: Any) -> bool:
     return datasets is not None and isinstance(data, datasets.Dataset)
 
 
+def with_tensors(data: Any) -> Any:
+    """Return a stream of the package datasets with tensors for lists; other data as it is."""
+    datasets = module_if_imported("datasets")
+    is_stream = datasets is not None and isinstance(data, datasets.IterableDataset)
+    return data.with_format("torch") if is_stream else data
+
+
 def is_huggingface_folder(path: Path) -> bool:
     """Return whether a folder is one that `save_to_disk` wrote.
 

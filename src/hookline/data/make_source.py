@@ -20,7 +20,7 @@ from torch.utils.data import (
 from hookline.data.arrays import array_items, is_array
 from hookline.data.data_source import DataSource, LoadOptions, OnError
 from hookline.data.dataset_items import DatasetItems
-from hookline.data.huggingface import HuggingFaceItems, is_huggingface
+from hookline.data.huggingface import HuggingFaceItems, is_huggingface, with_tensors
 from hookline.data.indexed_source import IndexedSource, Items
 from hookline.data.iterable_source import IterableSource
 from hookline.data.path_items import items_of_path, resolve_path
@@ -50,6 +50,7 @@ def make_source(data: Any, loading: LoadOptions) -> DataSource:
             - a data set: any object with `__len__` and `__getitem__`, such as a torch Dataset or a
               list; its items are collated as by `DataLoader`; with a tokenizer, also a column of
               texts of NumPy or pandas;
+            - an `IterableDataset`: its items, collated alike;
             - a `DataLoader` that does not shuffle: its data set, loaded with its options;
             - an iterable of ready batches; the first dimension of a batch's first tensor counts
               its items;
@@ -69,6 +70,7 @@ def make_source(data: Any, loading: LoadOptions) -> DataSource:
     if isinstance(data, DataLoader):
         return _loader_source(data, loading)
     if isinstance(data, IterableDataset):
+        data = with_tensors(data)
         # Its own generator: the default one would draw from the user's.
         loader = DataLoader(data, loading.batch_size or _BATCH_SIZE, generator=torch.Generator())
         return _iterable_source(loader, loading._replace(batch_size=None))

@@ -92,7 +92,8 @@ def extract(
         model: the model.
         data: one of these.
 
-            - a `Dataset`, a list or any other sequence, whose elements are items
+            - a `Dataset`, a list or any other sequence, whose elements are items; an
+              `IterableDataset`, whose elements are items, too
             - a `DataLoader` that does not shuffle
             - an array or tensor, or a dict or tuple of these, whose rows are items
             - an iterator, or another iterable that is no sequence, which gives batches; the first
