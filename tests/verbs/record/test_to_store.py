@@ -191,6 +191,16 @@ def test_gradients_of_parameters_need_rows_by_keep(net, tmp_path):
     assert line.store["2.weight:grad"].shape == (2, net[2].weight.numel())
 
 
+def test_an_error_before_the_backward_stays_the_error(net, tmp_path):
+    with pytest.warns(hl.HooklineWarning, match=r"1 of 2 passes .* missing \(pass 1\)"):
+        with pytest.raises(KeyboardInterrupt):
+            with hl.record(net, "2", ports=("output", "grad_output"), to=tmp_path / "s"):
+                net(X).sum().backward()
+                net(X)
+                raise KeyboardInterrupt
+    assert len(hl.open(tmp_path / "s")) == len(X)
+
+
 def test_a_gradient_that_comes_too_late_is_named(net, tmp_path):
     with pytest.raises(hl.NotRecordedError, match=r"(?s)none in pass 0: 2:grad.*runs again"):
         with hl.record(net, "2", ports=("output", "grad_output"), to=tmp_path / "s"):

@@ -145,9 +145,9 @@ class StoreSink:
         if self._forms is not None:
             shards = [self._shards[number] for number in range(len(self._shards))]
             write_manifest(self.place, self._job.as_json(), origin_here(), shards)
-        if self._left_out and not isinstance(problem or error, HooklineError):
+        if self._left_out and not isinstance(error or problem, HooklineError):
             self._warn_of_left_out()
-        if problem is not None:
+        if problem is not None and error is None:  # an error in the block is the cause
             raise problem
 
     def _warn_of_fork(self) -> None:
