@@ -39,6 +39,23 @@ def test_a_weight_comes_before_the_forward_that_uses_it():
     assert [finding.site, *finding.follows] == ["h.weight:value", "h", "h.weight:update"]
 
 
+def test_an_update_or_a_weight_may_be_the_first_with_a_nan():
+    sites, fine = ["w:grad", "w:update", "w:value"], [[1.0]] * 3
+    update = findings(sites, [fine, [[1.0], [NAN], [1.0]]])["non-finite"]
+    assert update.advice.startswith("Its gradient is finite: look at the optimizer's eps")
+    weight = findings(sites, [fine, [[1.0], [1.0], [NAN]]])["non-finite"]
+    assert weight.advice == "No update made it: look at what else writes to w."
+
+
+@pytest.mark.parametrize(("name", "level"), [("experts", "note"), ("blocks", "warning")])
+def test_an_expert_may_rest_while_its_siblings_train(name, level):
+    paths = [f"{name}.{k}.weight" for k in range(3)]
+    sites = [f"{path}:{port}" for path in paths for port in ("value", "update")]
+    steps = [[[1.0], [0.0], *[[1.0 + k / 100], [0.01]] * 2] for k in range(12)]
+    finding = findings(sites, steps)["frozen"]
+    assert (finding.site, finding.level) == (f"{paths[0]}:value", level)
+
+
 MASKED = [1.0, float("-inf")]
 TRAINED = ["out", "out:grad_output", "w:grad", "w:update"]
 

@@ -224,8 +224,11 @@ def _non_finite(training: _Training) -> Iterator[Finding]:
     step = f"step {first.step:,}"
     text = f"NaN or infinity begins at {step}, at {first.site}."
     why = f"The first {first.noun} in this step. {further_text(len(others), 'site')}".rstrip()
-    advice = "Run this step again in hl.check, which names the operation."
-    follows = _sites(others)
+    advice, follows = "Run this step again in hl.check, which names the operation.", _sites(others)
+    if first.port == "update" and training.where("grad"):
+        advice = "Its gradient is finite: look at the optimizer's eps, learning rate and state."
+    if first.port == "value" and first.step > training.steps[0] and training.where("update"):
+        advice = f"No update made it: look at what else writes to {_path(first.site)}."
     yield Finding("non-finite", text, first.site, "error", step, why, advice, follows, first.step)
 
 
@@ -416,7 +419,8 @@ def _frozen_weights(training: _Training) -> Iterator[Finding]:
     odd = [
         path
         for path in still
-        if n_alike[template_of(path)] >= _LEAST_SIBLINGS
+        if "expert" not in path  # no token may be routed to it for some steps
+        and n_alike[template_of(path)] >= _LEAST_SIBLINGS
         and 2 * n_still[template_of(path)] <= n_alike[template_of(path)]
     ]
     first, *others = odd or still
