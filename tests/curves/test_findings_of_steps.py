@@ -47,6 +47,19 @@ def test_an_update_or_a_weight_may_be_the_first_with_a_nan():
     assert weight.advice == "No update made it: look at what else writes to w."
 
 
+@pytest.mark.parametrize(
+    ("every", "advice"),
+    [(1, "No update jumps before: look at what else"), (5, "An update that was not measured may")],
+)
+def test_an_update_that_was_not_measured_may_make_a_jump(every, advice):
+    layout = layout_of(["w:value", "w:update"])
+    steps = [[[1.0], [0.01]]] * 14 + [[[1e3], [10.0]]] * 6
+    reports = [report_of(k * every, layout, row, 0.0) for k, row in enumerate(steps)]
+    jump = next(finding for finding in judge_steps(reports) if finding.kind == "jump")
+    assert (jump.site, jump.step) == ("w:value", 14 * every)
+    assert jump.advice.startswith(advice)
+
+
 @pytest.mark.parametrize(("name", "level"), [("experts", "note"), ("blocks", "warning")])
 def test_an_expert_may_rest_while_its_siblings_train(name, level):
     paths = [f"{name}.{k}.weight" for k in range(3)]

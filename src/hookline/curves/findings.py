@@ -124,6 +124,10 @@ class _Training:
         has_gradients = (norms[2][later][:, self.where("update", "grad")] >= 0).any()
         return bool(has_gradients or (least.min(axis=0) < greatest.max(axis=0)).any())
 
+    def has_step(self, step: int) -> bool:
+        """Tell whether a step was measured."""
+        return any(report.step == step for report in self.reports)
+
     def _has_number_at(self, step: int, site_index: int) -> bool:
         """Tell whether a site has finite numbers in a step, too."""
         report = next(report for report in self.reports if report.step == step)
@@ -227,7 +231,7 @@ def _non_finite(training: _Training) -> Iterator[Finding]:
     advice, follows = "Run this step again in hl.check, which names the operation.", _sites(others)
     if first.port == "update" and training.where("grad"):
         advice = "Its gradient is finite: look at the optimizer's eps, learning rate and state."
-    if first.port == "value" and first.step > training.steps[0] and training.where("update"):
+    if first.port == "value" and training.where("update") and training.has_step(first.step - 1):
         advice = f"No update made it: look at what else writes to {_path(first.site)}."
     yield Finding("non-finite", text, first.site, "error", step, why, advice, follows, first.step)
 
@@ -274,6 +278,8 @@ def _jumps(training: _Training) -> Iterator[Finding]:
     why += f" Its norm was at most {first.usual:.3g} before."
     why += " It is over after a few steps: a single batch." if first.is_over else ""
     advice, follows = _advice_on_jump(first, what), _sites(onsets[1:])
+    if what == "weight" and not (training.where("update") and training.has_step(first.step - 1)):
+        advice = "An update that was not measured may have made it: measure those of each step."
     yield Finding("jump", text, first.site, level, number, why, advice, follows, first.step)
 
 
