@@ -41,6 +41,20 @@ def test_what_reads_padding_is_told(tmp_path, keep):
         extracted(tmp_path / "b", keep, mask=torch.ones(3, 4))
 
 
+def test_padding_in_a_structure_is_told(tmp_path):
+    model = nn.Sequential(nn.Embedding(10, 5), nn.LSTM(5, 6, batch_first=True))
+    given = {"input": IDS, "attention_mask": IDS > 0}
+
+    def extract(name, keep):
+        hl.extract(
+            model, given, "1", to=tmp_path / name, keep=keep, inputs=lambda batch: batch["input"]
+        )
+
+    extract("a", lambda output: output[0][:, 0])
+    with pytest.warns(hl.HooklineWarning, match="^keep= reads padding"):
+        extract("b", lambda output: output[0].mean(1))
+
+
 @pytest.mark.parametrize(
     ("keep", "mask"),
     [

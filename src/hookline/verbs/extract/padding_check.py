@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from hookline.data.seeding import seeded
+from hookline.engine.pytree import tree
 from hookline.errors import warn
 from hookline.stores.batch_columns import Tokens
 from hookline.verbs.record.float32_reductions import call_in_float32
@@ -29,7 +30,7 @@ class PaddingCheck:
     def __init__(self, keep: Callable[[Any], Any] | None = None) -> None:
         self._keep = keep
         self._mask: Tensor | None = None
-        self._value: Tensor | None = None
+        self._value: Any = None
         self._is_done = keep is None
 
     def watched(self) -> Callable[[Any], Any] | None:
@@ -57,13 +58,18 @@ class PaddingCheck:
         finally:
             self._mask = self._value = None
 
-    def _judge(self, value: Tensor, mask: Tensor) -> None:
+    def _judge(self, value: Any, mask: Tensor) -> None:
         """Call `keep` on a value, as it is and with NaN at the padding."""
         self._is_done = True
-        padding = ~mask.to(value.device)[..., None]
+
+        def filled(tensor: Tensor) -> Tensor:
+            if not _has_tokens(tensor, mask):
+                return tensor.clone()
+            return tensor.masked_fill(~mask.to(tensor.device)[..., None], torch.nan)
+
         try:
-            kept = self._kept(value.clone())
-            changed = self._kept(value.masked_fill(padding, torch.nan))
+            kept = self._kept(tree.map_tensors(torch.clone, value))
+            changed = self._kept(tree.map_tensors(filled, value))
             reads_padding = isinstance(kept, Tensor) and _differ(kept, changed, mask)
         except Exception:  # of a function that refuses NaN
             return
@@ -74,17 +80,23 @@ class PaddingCheck:
                 " store[site].of_items([k]) for each item k; or give mask=None."
             )
 
-    def _kept(self, value: Tensor) -> Any:
+    def _kept(self, value: Any) -> Any:
         assert self._keep is not None
-        with seeded(0, {value.device} - {torch.device("cpu")}):
+        devices = {tensor.device for _, tensor in tree.tensors(value)}
+        with seeded(0, devices - {torch.device("cpu")}):
             return call_in_float32(self._keep, value)
 
     def _hold(self, value: Any) -> None:
         mask = self._mask
-        if mask is None or self._value is not None or not isinstance(value, Tensor):
+        if mask is None or self._value is not None:
             return
-        if value.ndim == 3 and value.shape[:2] == mask.shape and value.is_floating_point():
-            self._value = value.detach()
+        if any(_has_tokens(tensor, mask) for _, tensor in tree.tensors(value)):
+            self._value = value
+
+
+def _has_tokens(tensor: Tensor, mask: Tensor) -> bool:
+    """Tell whether a tensor has features for each token of the mask."""
+    return tensor.ndim == 3 and tensor.shape[:2] == mask.shape and tensor.is_floating_point()
 
 
 def _differ(kept: Tensor, changed: Tensor, mask: Tensor) -> bool:
