@@ -164,7 +164,8 @@ def _norms(reports: Sequence[StepReport], site: str) -> Array:
     table = _make_table(reports)
     if site not in table.sites or "norm" not in table.names:
         return np.full(len(reports), np.nan)
-    return table.values("norm")[0][:, table.sites.index(site)]
+    norms: Array = table.values("norm")[0][:, table.sites.index(site)]
+    return norms
 
 
 def _firing_turn(report: StepReport, site: str, default: int) -> int:

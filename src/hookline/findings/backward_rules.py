@@ -55,9 +55,9 @@ def stopped_gradient(survey: Survey) -> Iterator[Finding]:
         return
     stretch, after = runs[place][1], runs[place + 1][1][0]
     is_broken = place == 0 or _reached_in_other_blocks(stretch, runs)
-    level: Level = "warning" if is_broken else "note"
-    if not weights and all(_NO_GRAD in missing[r.path] for r in stretch):
-        level = "note"  # whether it is a frozen part is not known
+    # Without the gradients of weights, it is not known whether such a part is frozen.
+    may_be_frozen = not weights and _runs_under_no_grad(stretch, missing)
+    level: Level = "warning" if is_broken and not may_be_frozen else "note"
     reading = stretch[-1]
     text = f"The gradient stops between {after.site} and {reading.site}."
     names = listed([r.site for r in stretch], 3)
@@ -65,6 +65,10 @@ def stopped_gradient(survey: Survey) -> Iterator[Finding]:
     advice = "Look for detach(), no_grad(), .data, .item() or an integer operation there."
     sites = later_sites(stretch, reading)
     yield Finding("cut", text, reading.site, level, "no gradient", why, advice, sites)
+
+
+def _runs_under_no_grad(stretch: Sequence[Reading], reasons: Mapping[str, str]) -> bool:
+    return all(_NO_GRAD in reasons[reading.path] for reading in stretch)
 
 
 def _reasons_by_weight(survey: Survey) -> dict[str, str]:
