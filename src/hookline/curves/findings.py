@@ -104,11 +104,14 @@ class _Training:
         bad_weights = [int(since[k]) for k in self.where(*_WEIGHT_PORTS) if since[k] >= 0]
         bad_gradients = {int(since[k]) for k in of_outputs} - {self.steps[0]}
         is_harmless = np.zeros(len(since), np.bool_)
-        for k in self.where("input", "output", *_OF_OUTPUTS):
-            step, until = int(since[k]), min(bad_weights, default=math.inf)
-            if 0 <= step < until and self._trains(step, until):
-                is_mask = step not in bad_gradients and self._has_number_at(step, k)
-                is_harmless[k] = k in of_outputs or is_mask
+        until = min(bad_weights, default=math.inf)
+        for step in np.unique(since[(since >= 0) & (since < until)]).tolist():
+            if not self._trains(step, until):
+                continue
+            is_harmless[of_outputs] |= since[of_outputs] == step
+            if step not in bad_gradients:
+                sites = [k for k in self.where("input", "output") if since[k] == step]
+                is_harmless[sites] = self._have_numbers(step, sites)
         broken = since[(since >= 0) & ~is_harmless]
         is_harmless &= ~np.isin(since, broken) | (since == self.steps[0])
         return is_harmless
@@ -128,10 +131,11 @@ class _Training:
         """Tell whether a step was measured."""
         return any(report.step == step for report in self.reports)
 
-    def _has_number_at(self, step: int, site_index: int) -> bool:
-        """Tell whether a site has finite numbers in a step, too."""
-        report = next(report for report in self.reports if report.step == step)
-        return not math.isnan(_norms([report], self.sites[site_index])[0])
+    def _have_numbers(self, step: int, sites: Sequence[int]) -> list[bool]:
+        """Tell of sites whether they have finite numbers in a step, too."""
+        table = _make_table([next(report for report in self.reports if report.step == step)])
+        norms = dict(zip(table.sites, table.values("norm")[0, 0], strict=True))
+        return [not math.isnan(norms.get(self.sites[k], math.nan)) for k in sites]
 
     def where(self, *ports: str) -> list[int]:
         """Return the indices of the sites of some ports."""
