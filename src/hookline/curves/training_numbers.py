@@ -42,17 +42,17 @@ class Onset:
 
     @property
     def time(self) -> tuple[int, int, int]:
-        """When it began: its step, and its place in the step."""
+        """Tell when it began: its step, and its place in the step."""
         return self.step, self.stage, self.turn
 
     @property
     def port(self) -> str:
-        """The port of its site."""
+        """Return the port of its site."""
         return path_and_port(self.site)[1]
 
     @property
     def noun(self) -> str:
-        """What its value is called."""
+        """Name the kind of its value, such as "weight"."""
         return _NOUNS.get(self.port, self.port)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hookline.verbs.clip import report
-from hookline.verbs.clip.report import _MOST_WAITING, Tally
+from hookline.verbs.clip.report import _MOST_DEFERRED, Tally
 from meeting import Meanwhile, ToldLock
 
 
@@ -26,16 +26,16 @@ def test_gradients_of_two_threads_at_once_all_count(monkeypatch):
     tally = Tally("fc")
 
     def add_many(size, bound):
-        for _ in range(_MOST_WAITING):
+        for _ in range(_MOST_DEFERRED):
             tally.add(torch.tensor(size), 1.0)
-        tally.add(torch.tensor(size), bound)  # those that wait are counted first
+        tally.add(torch.tensor(size), bound)  # those that are deferred are counted first
 
     meanwhile = Meanwhile(lambda: add_many(3.0, 1.0), lock)
     monkeypatch.setattr(Bound, "meanwhile", meanwhile)
     add_many(2.0, Bound())
     meanwhile.end()
     row = tally.row(1.0)
-    n_added = 2 * (_MOST_WAITING + 1)
+    n_added = 2 * (_MOST_DEFERRED + 1)
     assert (row.seen, row.clipped, row.largest) == (n_added, n_added, 3.0)
 
 

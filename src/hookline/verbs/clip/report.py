@@ -16,7 +16,7 @@ from hookline.engine import Report, has_numbers, header_facts, unwrap_all_transf
 from hookline.statistics.batched_moments import await_default_stream, is_on_default_stream
 from hookline.util.fork_safe_lock import fork_safe_lock
 
-_MOST_WAITING = 64  # sizes of a site that are counted together
+_MOST_DEFERRED = 64  # sizes of a site that are counted together
 
 # Held while counts change: gradients may come from several threads.
 _lock = fork_safe_lock()
@@ -118,7 +118,7 @@ def _cells(row: ClipRow, why: str) -> tuple[str, ...]:
 class Tally:
     """Count on the device of the gradients, because reading a count would wait for the device."""
 
-    __slots__ = ("_clipped", "_largest", "_nonfinite", "_waiting", "seen", "site")
+    __slots__ = ("_clipped", "_deferred", "_largest", "_nonfinite", "seen", "site")
 
     def __init__(self, site: str) -> None:
         self.site: str = site
@@ -127,7 +127,7 @@ class Tally:
         self._largest: Tensor | None = None
         self._nonfinite: Tensor | int = 0
         # Sizes that are not counted yet: the operations for one take as long as those for many.
-        self._waiting: list[Tensor] = []
+        self._deferred: list[Tensor] = []
 
     def add(self, size: Tensor, bound: float) -> None:
         """Count a gradient, given its norm or its largest element."""
@@ -139,19 +139,19 @@ class Tally:
             elif not is_on_default_stream(sizes.device):
                 self._count(sizes, bound)
             else:
-                self._wait(sizes.reshape(-1), bound)
+                self._defer(sizes.reshape(-1), bound)
 
-    def _wait(self, sizes: Tensor, bound: float) -> None:
-        waiting = self._waiting
-        if waiting and (len(waiting) == _MOST_WAITING or waiting[0].device != sizes.device):
-            self._count_waiting(bound)
-        self._waiting.append(sizes)
+    def _defer(self, sizes: Tensor, bound: float) -> None:
+        deferred = self._deferred
+        if deferred and (len(deferred) == _MOST_DEFERRED or deferred[0].device != sizes.device):
+            self._count_deferred(bound)
+        self._deferred.append(sizes)
 
-    def _count_waiting(self, bound: float) -> None:
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            await_default_stream(waiting)
-            self._count(torch.cat(waiting), bound)
+    def _count_deferred(self, bound: float) -> None:
+        deferred, self._deferred = self._deferred, []
+        if deferred:
+            await_default_stream(deferred)
+            self._count(torch.cat(deferred), bound)
 
     def _count(self, sizes: Tensor, bound: float) -> None:
         self._clipped = self._clipped + (sizes > bound).sum()
@@ -162,7 +162,7 @@ class Tally:
     def row(self, bound: float) -> ClipRow:
         """Return the counts as numbers."""
         with _lock:
-            self._count_waiting(bound)
+            self._count_deferred(bound)
         largest = 0.0 if self._largest is None else float(self._largest)
         factor = min(1.0, bound / largest) if largest else 1.0
         n_clipped, n_nonfinite = int(self._clipped), int(self._nonfinite)

@@ -1,4 +1,4 @@
-"""Find out whether `keep=` reads the padding of a batch."""
+"""Find out whether `keep=` reads the padding of a batch, by padding it with NaN."""
 
 from __future__ import annotations
 

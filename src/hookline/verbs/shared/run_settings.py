@@ -1,4 +1,4 @@
-"""What a run depends on beside the model and its inputs: random numbers and autocast."""
+"""Hold what a run depends on beside the model and its inputs: random numbers and autocast."""
 
 from __future__ import annotations
 
