@@ -81,6 +81,18 @@ def test_a_mask_of_infinities_that_trains_is_a_note():
     assert (later.level, later.step, later.follows) == ("note", 0, ())
 
 
+def test_outputs_alone_tell_a_mask_that_no_model_output_gets():
+    sites, steps = ["(root)", "mask"], [[[1.0], MASKED]] * 3
+    mask = findings(sites, steps)["non-finite"]
+    assert (mask.site, mask.level, mask.step) == ("mask", "note", 0)
+    assert "and no output of the model gets it" in mask.text
+    of_parts = findings(["fc", "mask"], steps)["non-finite"]
+    assert of_parts.level == "error"  # what the model returns is not known
+    layout, later = layout_of(sites), [*steps, [[NAN], MASKED]]
+    error, note = judge_steps([report_of(k, layout, row, 0.0) for k, row in enumerate(later)])
+    assert (error.site, error.step, note.site) == ("(root)", 3, "mask")
+
+
 def test_a_nan_after_a_mask_begins_where_it_is():
     steps = [[MASKED, [1.0], [1.0], [1.0]]] * 3 + [[[NAN]] * 4]
     layout = layout_of(TRAINED)

@@ -223,6 +223,13 @@ def test_a_number_that_is_not_positive_is_refused(store, options):
         store.shuffled("id", **options)
 
 
+@pytest.mark.parametrize("seed", ["a", -1, 0.5, None])
+def test_a_seed_is_an_integer_from_0(store, seed):
+    with pytest.raises(hl.InputError, match="seed must be an integer from 0"):
+        store.shuffled("id", seed=seed)
+    assert len(store.shuffled("id", seed=np.int64(7)))
+
+
 def test_batches_are_of_their_own_memory(store):
     for batch in store.shuffled("fc", batch_size=16):
         assert batch.untyped_storage().nbytes() == batch.nbytes

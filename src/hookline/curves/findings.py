@@ -118,7 +118,8 @@ def _harmless_non_finite(training: TrainingNumbers) -> Iterator[Finding]:
         if first.port in OF_OUTPUTS:
             whose = f"The gradient at {first.site}"
             advice = "A GradScaler skips such a step, and lowers its scale: usual at first."
-        text = f"{whose} holds NaN or infinity since {step}, and no weight gets it."
+        end = "weight" if training.weights else "output of the model"
+        text = f"{whose} holds NaN or infinity since {step}, and no {end} gets it."
         why, follows = further_text(len(later), "site"), sites_of(later)
         where, since_step = first.site, first.step
         yield Finding("non-finite", text, where, "note", step, why, advice, follows, since_step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -14,6 +15,7 @@ from hookline.curves.downsampled_table import DownsampledTable
 from hookline.curves.ports import STAGES, path_and_port
 from hookline.curves.slot_layout import NO_TURN
 from hookline.curves.step_reports import StepReport
+from hookline.engine import ROOT
 
 _WEIGHT_PORTS = ("value", "update", "grad")
 OF_OUTPUTS = ("grad_output", "grad_input")
@@ -72,6 +74,17 @@ class TrainingNumbers:
         """The first step with a non-finite number by site; -1 without one, or if it is harmless."""
         return np.where(self.is_harmless, -1, self.table.bad_since)
 
+    @cached_property
+    def weights(self) -> list[int]:
+        """The sites of weights, their gradients and updates."""
+        return self.where(*_WEIGHT_PORTS)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The sites that a fault reaches: weights, or if none is measured, the model's outputs."""
+        outputs = self.where("output")
+        return self.weights or [k for k in outputs if module_path(self.sites[k]) == ROOT]
+
     def numbers(self, name: str) -> Array | None:
         """Return the last, least and greatest of a number by column and site; None without it."""
         return self.table.values(name) if name in self.table.names else None
@@ -79,14 +92,15 @@ class TrainingNumbers:
     def _find_harmless(self) -> NDArray[np.bool_]:
         """Tell of which sites the non-finite numbers have reached no weight.
 
+        Where no weights are measured, the outputs of the model tell: those behind it hold numbers.
         Masks of -inf in outputs and inputs are so, and gradients in a step that a `GradScaler`
         skips. An output whose gradients are not finite in this step either is broken.
         """
         since, of_outputs = self.table.bad_since, self.where(*OF_OUTPUTS)
-        bad_weights = [int(since[k]) for k in self.where(*_WEIGHT_PORTS) if since[k] >= 0]
+        bad_ends = [int(since[k]) for k in self.ends if since[k] >= 0]
         bad_gradients = {int(since[k]) for k in of_outputs} - {self.steps[0]}
         is_harmless = np.zeros(len(since), np.bool_)
-        until = min(bad_weights, default=math.inf)
+        until = min(bad_ends, default=math.inf)
         for step in np.unique(since[(since >= 0) & (since < until)]).tolist():
             if not self._trains(step, until):
                 continue
@@ -103,8 +117,10 @@ class TrainingNumbers:
         columns = enumerate(self.table.columns)
         later = [c for c, span in columns if step <= span.first and span.last < until]
         norms = self.numbers("norm")
-        if norms is None or not later:
+        if norms is None or not later or not self.ends:
             return False
+        if not self.weights:
+            return True
         _, least, greatest = norms[:, later][:, :, self.where("value")]
         has_gradients = (norms[2][later][:, self.where("update", "grad")] >= 0).any()
         return bool(has_gradients or (least.min(axis=0) < greatest.max(axis=0)).any())

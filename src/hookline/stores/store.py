@@ -431,7 +431,8 @@ class Store(Result):
 
         Raises:
             NotRecordedError: the store has no such site.
-            InputError: `batch_size` or `shards` is not a positive integer.
+            InputError: `batch_size` or `shards` is not a positive integer, or `seed` no integer
+                from 0.
         """
         columns, is_single = self._columns_and_is_single(sites)
         how = Shuffle(batch_size, seed, shards, drop_last)

@@ -140,6 +140,8 @@ class ShuffledRows(IterableDataset[Any]):
                 raise InputError(
                     f"{name} must be {expected}, got {number!r}.\nGive {name}={example}."
                 )
+        if not isinstance(how.seed, int | np.integer) or how.seed < 0:
+            raise InputError(f"seed must be an integer from 0, got {how.seed!r}.\nGive seed=0.")
         self._columns, self._how = tuple(columns), how
         self._batch_rows = how.batch_size or 1
         self._dataset = StoreDataset(store_shards, columns, is_single=is_single)

@@ -77,6 +77,16 @@ def test_what_is_near_and_what_is_there_are_named(selector, says):
     assert said(Parts(), selector) == says + MODULES
 
 
+def test_a_slice_of_a_list_is_no_module_but_what_it_holds():
+    model = Parts()
+    slice_of_many = model.many[1:3]
+    assert said(model, slice_of_many) == (
+        "this ModuleList matches no module of Parts. Give what it holds as a list: 'many.1',"
+        f" 'many.2'.{MODULES}"
+    )
+    assert len(hl.select(model, list(slice_of_many))) == 2
+
+
 def test_parameters_are_named_where_gradients_were_asked_for():
     assert said(Parts(), "zzz:grad") == "'zzz:grad' matches no parameter of Parts." + PARAMETERS
     assert said(Parts(), "head.bais", ports="grad") == (

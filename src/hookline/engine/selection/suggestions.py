@@ -71,11 +71,8 @@ def explain_no_match(tree: ModuleTree, query: SelectorParts) -> str:
     message = f"{name} matches no {noun} of {tree.name}."
     if isinstance(selector, str):
         message += _suggestion(tree, query, nodes)
-    elif isinstance(selector, type):
-        types = {type(node.module) for node in tree.nodes}
-        full = {kind: f"{kind.__module__}.{kind.__qualname__}" for kind in types}
-        kinds = sorted(full[k] if k.__name__ == name else k.__name__ for k in types)
-        message += f" Its types: {', '.join(kinds[:12])}{', …' if len(kinds) > 12 else ''}."
+    elif isinstance(selector, type | nn.Module):
+        message += _suggest_for_object(tree, query)
     return f"{message}\n{_list_names(query, nodes, noun)}"
 
 
@@ -120,6 +117,19 @@ def _list_names(query: SelectorParts, nodes: list[Any], noun: str) -> str:
     return f"Its {plural(n_named, noun)} begin{'s' if n_named == 1 else ''}: {first}."
 
 
+def _suggest_for_object(tree: ModuleTree, query: SelectorParts) -> str:
+    """Name the types of the model for a type; for a module, as a slice of a list, its own."""
+    kind = query.selector
+    if not isinstance(kind, type):
+        nodes = [tree.modules_by_id.get(id(part)) for part in kind.children()]
+        held = query.working(*(node.path for node in nodes if node))
+        return f" Give what it holds as a list: {listed([*map(repr, held)], 4)}." if held else ""
+    types = {type(node.module) for node in tree.nodes}
+    full = {other: f"{other.__module__}.{other.__qualname__}" for other in types}
+    kinds = sorted(full[k] if k.__name__ == kind.__name__ else k.__name__ for k in types)
+    return f" Its types: {listed(kinds, 12)}."
+
+
 def _suggestion(tree: ModuleTree, query: SelectorParts, nodes: list[Any]) -> str:
     name, rest = query.text.path, query.rest
     paths = [path for node in nodes for path in node.paths if path]
@@ -133,12 +143,8 @@ def _suggestion(tree: ModuleTree, query: SelectorParts, nodes: list[Any]) -> str
     if any(name in node.paths for node in tree.tensors):
         gradient = query.working(f"{name}:grad")
         return f" It is a parameter; its gradient is {gradient[0]!r}." if gradient else ""
-    helpful = (
-        _suggest_source(tree, query)
-        or _suggest_deeper(tree, query)
-        or _suggest_inside(query, paths)
-    )
-    return helpful or _suggest_close(query, paths)
+    helpful = _suggest_source(tree, query) or _suggest_deeper(tree, query)
+    return helpful or _suggest_inside(query, paths) or _suggest_close(query, paths)
 
 
 def _suggest_deeper(tree: ModuleTree, query: SelectorParts) -> str | None:
@@ -183,9 +189,8 @@ def _suggest_output_part(tree: ModuleTree, query: SelectorParts) -> str | None:
     above, dot, name = query.text.path.rpartition(".")
     holder = "" if above == ROOT else above
     node = tree.by_path.get(holder)
-    if not dot or node is None or "output" not in query.ports or not name.isidentifier():
-        return None
-    if query.rest or not may_return(node.module, name):
+    is_output = "output" in query.ports and not query.rest and name.isidentifier()
+    if not dot or node is None or not is_output or not may_return(node.module, name):
         return None
     return next(iter(query.working(f"{path_text(holder)}:output.{name}")), None)
 
