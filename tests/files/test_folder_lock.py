@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch
 import hookline as hl
 from forks import child
 from hookline.files import folder_lock as module
-from hookline.files.folder_or_url import LocalPlace
+from hookline.files.folder_or_url import LocalPlace, locked
 
 
 @contextmanager
@@ -25,8 +26,8 @@ def another_process(folder):
     """Another process that holds the lock of a folder."""
     script = """
         import sys
-        from hookline.files.folder_or_url import place_of
-        with place_of(sys.argv[1]).locked():
+        from hookline.files.folder_or_url import locked, place_of
+        with locked(place_of(sys.argv[1])):
             print("locked", flush=True)
             sys.stdin.read()
     """
@@ -50,7 +51,7 @@ def without_flock(request, monkeypatch):
 
 
 def refused(folder):
-    with pytest.raises(hl.FolderError) as caught, LocalPlace(folder).locked():
+    with pytest.raises(hl.FolderError) as caught, locked(LocalPlace(folder)):
         pass
     lines = str(caught.value).splitlines()
     assert len(lines) == 2
@@ -58,20 +59,20 @@ def refused(folder):
 
 
 def test_a_second_writer_of_this_process_is_told_so(tmp_path):
-    with LocalPlace(tmp_path).locked():
+    with locked(LocalPlace(tmp_path)):
         first, second = refused(tmp_path)
     assert first == f"this process is writing to {tmp_path} already."
     assert second == "Wait until it has ended, or give another folder."
-    with LocalPlace(tmp_path).locked():
+    with locked(LocalPlace(tmp_path)):
         pass
 
 
 def test_a_lock_under_which_nothing_was_written_leaves_nothing(tmp_path):
     for folder in (tmp_path, tmp_path / "new"):
-        with pytest.raises(ValueError, match="stop"), LocalPlace(folder).locked():
+        with pytest.raises(ValueError, match="stop"), locked(LocalPlace(folder)):
             raise ValueError("stop")
     assert os.listdir(tmp_path) == []
-    with LocalPlace(tmp_path).locked():
+    with locked(LocalPlace(tmp_path)):
         (tmp_path / "x").touch()
     assert sorted(os.listdir(tmp_path)) == [".lock", "x"]
 
@@ -83,7 +84,7 @@ def test_a_lock_whose_file_is_removed_meanwhile_is_taken_anew(tmp_path, monkeypa
         fcntl.flock(handle, kind)
 
     monkeypatch.setattr(fcntl, "flock", lock)
-    with LocalPlace(tmp_path).locked():
+    with locked(LocalPlace(tmp_path)):
         refused(tmp_path)
         assert os.listdir(tmp_path) == [".lock"]
 
@@ -93,24 +94,44 @@ def test_a_second_writer_is_told_who_the_first_is(tmp_path):
     with another_process(tmp_path) as process:
         first, _ = refused(tmp_path)
         assert first.startswith(f"another process is writing to {tmp_path} (process {process.pid} ")
-    with LocalPlace(tmp_path).locked():
+    with locked(LocalPlace(tmp_path)):
         pass
 
 
 def test_a_lock_ends_though_another_process_has_its_file(tmp_path):
     place = LocalPlace(tmp_path)
-    with place.locked():
+    with locked(place):
         copy = os.dup(place._lock._handle.fileno())  # as code in C that forks may have
     try:
-        with LocalPlace(tmp_path).locked():
+        with locked(LocalPlace(tmp_path)):
             pass
     finally:
         os.close(copy)
 
 
+def test_an_interrupt_at_any_line_of_a_lock_ends_it(tmp_path, interrupted):
+    held = []  # as the traceback in a notebook holds what the interrupted lines held
+
+    def lock():
+        with ExitStack() as stack:
+            place = LocalPlace(tmp_path)
+            held.append(place)
+            place.lock(stack)
+            held.append(place._lock)
+
+    for step in itertools.count(1):
+        came = interrupted(step, "hookline.files", lock)
+        with locked(LocalPlace(tmp_path)):
+            pass
+        if not came:
+            break
+    assert step > 30
+    assert not any(lock._handle for lock in held if isinstance(lock, module.FolderLock))
+
+
 @pytest.mark.processes
 def test_a_forked_child_does_not_end_the_lock_of_its_parent(tmp_path):
-    lock = LocalPlace(tmp_path).locked()
+    lock = locked(LocalPlace(tmp_path))
     lock.__enter__()
     child(lambda: lock.__exit__(None, None, None))
     assert "this process is writing" in refused(tmp_path)[0]
@@ -121,8 +142,8 @@ def test_a_forked_child_does_not_end_the_lock_of_its_parent(tmp_path):
 def test_a_killed_writers_children_do_not_keep_its_lock(tmp_path):
     script = """
         import os, sys
-        from hookline.files.folder_or_url import place_of
-        with place_of(sys.argv[1]).locked():
+        from hookline.files.folder_or_url import locked, place_of
+        with locked(place_of(sys.argv[1])):
             if os.fork() == 0:
                 sys.stdin.read()  # until the test ends
                 os._exit(0)
@@ -141,17 +162,17 @@ def until_free(folder):
     """Wait for a child that was forked a moment before its parent was killed."""
     for _ in range(1000):
         try:
-            with LocalPlace(folder).locked():
+            with locked(LocalPlace(folder)):
                 return
         except hl.FolderError:
             os.sched_yield()
-    with LocalPlace(folder).locked():
+    with locked(LocalPlace(folder)):
         pass
 
 
 @pytest.mark.processes
 def test_a_lock_that_outlives_its_process_names_who_has_it_open(tmp_path, monkeypatch):
-    with LocalPlace(tmp_path).locked():
+    with locked(LocalPlace(tmp_path)):
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()
         here = module._Owner.here()
@@ -185,9 +206,9 @@ def test_without_flock_a_store_is_written(tmp_path, without_flock):
 
 
 def test_without_flock_a_second_writer_is_refused(tmp_path, without_flock):
-    with LocalPlace(tmp_path).locked():
+    with locked(LocalPlace(tmp_path)):
         assert refused(tmp_path)[0].startswith(f"this process is writing to {tmp_path} (process")
-    with LocalPlace(tmp_path).locked():
+    with locked(LocalPlace(tmp_path)):
         pass
 
 
@@ -203,7 +224,7 @@ def test_without_flock_an_ended_writer_is_taken_over(tmp_path, without_flock):
     ended.wait()
     for changes in ({"process": ended.pid}, {"started": "1"}):  # the number may be given again
         written_by(tmp_path, **changes)
-        with LocalPlace(tmp_path).locked():
+        with locked(LocalPlace(tmp_path)):
             assert "this process" in refused(tmp_path)[0]
         assert os.listdir(tmp_path) == [".lock"]
 
@@ -226,7 +247,7 @@ def test_without_flock_a_writer_elsewhere_is_left_alone(tmp_path, without_flock,
     )
     assert second == f"If it has ended, remove {path}, and start again."
     path.unlink()
-    with LocalPlace(tmp_path).locked():
+    with locked(LocalPlace(tmp_path)):
         pass
 
 
@@ -245,7 +266,7 @@ def test_a_writer_with_flock_sees_one_without(tmp_path):
     owner = written_by(tmp_path, process=parent, started=module._start_time(parent))
     assert refused(tmp_path)[0] == f"another process is writing to {tmp_path} ({owner})."
     written_by(tmp_path, started="1")
-    with LocalPlace(tmp_path).locked():
+    with locked(LocalPlace(tmp_path)):
         assert os.listdir(tmp_path) == [".lock"]
 
 
@@ -257,13 +278,13 @@ def test_a_writer_without_flock_sees_one_with(tmp_path, monkeypatch):
     with another_process(tmp_path) as process:
         monkeypatch.setattr(fcntl, "flock", refuse)
         assert f"(process {process.pid} on" in refused(tmp_path)[0]
-    with LocalPlace(tmp_path).locked():
+    with locked(LocalPlace(tmp_path)):
         pass
 
 
 def test_without_flock_a_file_that_was_taken_is_noticed(tmp_path, without_flock):
     place = LocalPlace(tmp_path)
-    with place.locked():
+    with locked(place):
         (tmp_path / ".writer").unlink()
         with pytest.raises(hl.FolderError, match="must stay where it is"):
             place.write("x", [b"a"])

@@ -12,7 +12,7 @@ import torch
 
 import hookline as hl
 from hookline.files import folder_or_url as place_module
-from hookline.files.folder_or_url import LocalPlace, local_path, place_of
+from hookline.files.folder_or_url import LocalPlace, local_path, locked, place_of
 from hookline.views.page.recording_page import page_file
 
 
@@ -154,12 +154,12 @@ def test_a_place_stays_where_it_is_when_the_directory_changes(tmp_path, monkeypa
 @pytest.mark.parametrize("is_made_anew", [False, True])
 def test_a_folder_that_is_replaced_while_it_is_locked_is_noticed(tmp_path, is_made_anew):
     place = LocalPlace(tmp_path / "store")
-    with place.locked():
+    with locked(place):
         place.write("x", [b"a"])
         (tmp_path / "store").rename(tmp_path / "moved")
         other = LocalPlace(tmp_path / "store")
         if is_made_anew:
-            with other.locked():
+            with locked(other):
                 other.write("y", [b"b"])
         with pytest.raises(hl.FolderError, match=r"must stay where it is.*\nPut it back"):
             place.write("z", [b"c"])
@@ -172,7 +172,7 @@ def test_a_lock_removes_only_what_a_writer_left(tmp_path):
     others = [".film.mkv.part", ".shard-00000003.safetensors", "x.part"]
     for name in [left, *others]:
         (tmp_path / name).write_bytes(b"a")
-    with LocalPlace(tmp_path).locked():
+    with locked(LocalPlace(tmp_path)):
         assert sorted(os.listdir(tmp_path)) == sorted([".lock", *others])
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple, final
 
 from hookline.errors import FolderError
-from hookline.util.creating_process import CreatingProcess
 from hookline.util.fork_safe_handle import ForkSafeHandle
 
 try:
@@ -90,7 +89,6 @@ class FolderLock:
         self._shown = place
         self._path = folder / _LOCK
         self._handle: ForkSafeHandle | None = None
-        self._process = CreatingProcess()
 
     def acquire(self) -> None:
         """Lock the folder, which is created if it does not exist.
@@ -125,17 +123,21 @@ class FolderLock:
     def release(self) -> None:
         """End the lock, and remove its file from a folder that holds nothing else.
 
-        A forked child, which has closed its copy, leaves both to its parent.
+        A forked child, which has closed its copy, leaves both to its parent. Idempotent, and to be
+        called again if Ctrl-C interrupts it.
         """
-        handle, self._handle = self._handle, None
-        if handle is None or not self._process.is_current:
+        handle = self._handle
+        if handle is None:
             return
-        with suppress(OSError):
-            os.ftruncate(handle.fileno(), 0)
-            is_alone = self._path.name == _LOCK and os.listdir(self._folder) == [_LOCK]
-            if is_alone and is_at(handle, self._path):
-                self._path.unlink()  # before it is unlocked: afterwards it is the next writer's
-        self._unlock_and_close(handle)
+        try:
+            with suppress(OSError):
+                os.ftruncate(handle.fileno(), 0)
+                is_alone = self._path.name == _LOCK and os.listdir(self._folder) == [_LOCK]
+                if is_alone and is_at(handle, self._path):
+                    self._path.unlink()  # before it is unlocked: afterwards it is the next writer's
+        finally:
+            self._unlock_and_close(handle)
+            self._handle = None
 
     def is_in_place(self) -> bool:
         """Tell whether the folder still holds the file of the lock."""

@@ -249,16 +249,16 @@ class LocalPlace:
         """Return what changes with a file's bytes: its device, inode, size and time."""
         return file_state(os.stat(self.folder / name))
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other writers out of the block, and remove what killed ones have left.
+    def lock(self, stack: ExitStack) -> None:
+        """Keep other writers out until a stack closes, and remove what killed ones have left.
 
-        A new folder into which nothing was written is removed afterwards.
+        A new folder into which nothing was written is removed then.
 
         Raises:
             FolderError: another process is writing here.
         """
         lock, is_new = FolderLock(self.folder, str(self)), not self.folder.exists()
+        stack.callback(self._unlock, lock, is_new=is_new)  # first: Ctrl-C may come at any time
         try:
             lock.acquire()
         except FolderError:
@@ -267,17 +267,20 @@ class LocalPlace:
             raise FolderError(
                 f"cannot write to {self}: {first_line(error)}.\n{_write_remedy(error)}"
             ) from error
+        for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(self.folder)):
+            (self.folder / name).unlink(missing_ok=True)
+        self._lock = lock
+
+    def _unlock(self, lock: FolderLock, *, is_new: bool) -> None:
         try:
-            for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(self.folder)):
-                (self.folder / name).unlink(missing_ok=True)
-            self._lock = lock
-            yield
-        finally:
             self._lock = None
             lock.release()
-            if is_new:
-                with suppress(OSError):  # it holds files
-                    self.folder.rmdir()
+        except BaseException:  # Ctrl-C came before it was released
+            lock.release()
+            raise
+        if is_new:
+            with suppress(OSError):  # it holds files
+                self.folder.rmdir()
 
     @contextmanager
     def waiting_lock(self) -> Iterator[bool]:
@@ -382,10 +385,8 @@ class RemotePlace:
         """Download a range of an object's bytes."""
         return np.frombuffer(self.read(name, start, stop), np.uint8)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self, stack: ExitStack) -> None:
         """Do nothing: object stores have no locks."""
-        yield
 
     @contextmanager
     def waiting_lock(self) -> Iterator[bool]:
@@ -437,6 +438,20 @@ class RemoteFile:
 
 
 Place = LocalPlace | RemotePlace
+
+
+@contextmanager
+def locked(place: Place) -> Iterator[None]:
+    """Keep other writers out of the block: `place.lock` for the block alone.
+
+    Raises:
+        FolderError: another process is writing there.
+    """
+    with ExitStack() as stack:
+        place.lock(stack)
+        yield
+
+
 OpenFile = MappedFile | RemoteFile
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError, InputError, StructureError
-from hookline.files.folder_or_url import LocalPlace, Place, as_place
+from hookline.files.folder_or_url import LocalPlace, Place, as_place, locked
 from hookline.files.safetensors_file import header_end
 from hookline.files.unreadable_or_damaged import DamagedError
 from hookline.stores.first_batch_summary import compare_summaries
@@ -70,7 +70,7 @@ def merge(
     target.again = "Merge again, into a new folder."
     manifests = [_manifest_of(place) for place in sources]
     _check_alike(sources, manifests)
-    with target.locked():
+    with locked(target):
         if target.names():
             raise FolderError(f"{target} must be empty to merge into.\nGive a new folder.")
         job, made_on = manifests[0]["job"], manifests[0]["environment"]

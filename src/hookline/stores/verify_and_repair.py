@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError
-from hookline.files.folder_or_url import Place, as_place
+from hookline.files.folder_or_url import Place, as_place, locked
 from hookline.files.sealed_json import MANIFEST
 from hookline.files.unreadable_or_damaged import DAMAGE, DamagedError, UnreadableError, read_errors
 from hookline.stores.job_manifest import LOOP, UNKNOWN, Job, read_manifest, write_manifest
@@ -128,7 +128,7 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
     if not any(name == MANIFEST or number_of(name) is not None for name in place.names()):
         raise _nothing_whole_error(place)
     _read_manifest(place)  # refuses what something else has written
-    with place.locked():
+    with locked(place):
         manifest, _ = _read_manifest(place)
         shards, damaged = _read_shards(place, manifest)
         if manifest is None and not shards:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from contextlib import suppress
 from pathlib import Path
 from typing import final
 
@@ -30,10 +29,9 @@ class ForkSafeHandle:
         OSError: the file cannot be opened.
     """
 
-    __slots__ = ("__weakref__", "_number")
+    _number = -1  # until it is opened
 
     def __init__(self, path: Path, flags: int) -> None:
-        self._number = -1
         with _opening:
             self._number = os.open(path, flags, 0o666)
             _handles.add(self)
@@ -50,14 +48,11 @@ class ForkSafeHandle:
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
         number, self._number = self._number, -1
-        _handles.discard(self)
-        if number >= 0:
+        if number >= 0:  # Ctrl-C is not handled in between
             os.close(number)
+        _handles.discard(self)
 
-    def __del__(self) -> None:
-        """Close a descriptor that nobody holds, such as one whose closing Ctrl-C has stopped."""
-        with suppress(AttributeError):  # Ctrl-C came before it was opened
-            self.close()
+    __del__ = close  # of a descriptor that nobody holds, such as one whose closing Ctrl-C stopped
 
 
 def _close_all() -> None:

@@ -834,9 +834,9 @@ def test_items_that_fail_are_left_out_and_listed(model, tmp_path):
 
 
 def test_a_second_writer_is_refused(model, tmp_path):
-    from hookline.files.folder_or_url import place_of
+    from hookline.files.folder_or_url import locked, place_of
 
-    with place_of(tmp_path / "s").locked():
+    with locked(place_of(tmp_path / "s")):
         with pytest.raises(hl.FolderError, match=r"this process is writing to .* already"):
             hl.extract(model, ROWS, "stem", tmp_path / "s")
     hl.extract(model, ROWS, "stem", tmp_path / "s")

@@ -190,7 +190,7 @@ def extract(
         def lock() -> None:
             check_empty_or_store(place)
             try:
-                stack.enter_context(place.locked())
+                place.lock(stack)
             except FolderError as error:
                 is_read_only = getattr(error.__cause__, "errno", None) in _READ_ONLY
                 if not (is_read_only and is_finished(place)):

@@ -108,7 +108,7 @@ class StoreSink:
         self._has_told = False
         with ExitStack() as stack:
             _check_empty(place)
-            stack.enter_context(place.locked())
+            place.lock(stack)
             _check_empty(place)  # once more: another writer may have come between
             self._writer = stack.enter_context(ShardWriter(place, self._note_shard))
             self._open = stack.pop_all()
