@@ -148,6 +148,7 @@ def test_a_finding_of_several_passes_is_told_once():
     findings = run.findings()
     assert [finding.site for finding in findings] == ["1"]
     assert "In pass 0 and 2 more of 3." in findings[0].why
+    assert findings[0].passes == (0, 1, 2)
 
 
 def test_overwritten_values_are_a_note():
@@ -156,7 +157,7 @@ def test_overwritten_values_are_a_note():
         model(torch.rand(4, 8))
     finding = run.findings()[0]
     assert (finding.kind, finding.site, finding.level) == ("overwritten", "0", "note")
-    assert (finding.number, finding.why) == ("1 value", "")
+    assert (finding.number, finding.why, finding.passes) == ("1 value", "", (0,))
 
 
 def test_a_recording_without_a_pass_is_said_to_be_unjudged():

@@ -75,6 +75,14 @@ def test_the_strip_of_several_passes_names_its_own():
     assert "Over depth, in pass 2, the last of 3:" in Cells(run._repr_html_()).text
 
 
+def test_the_strip_has_no_pin_of_another_pass():
+    with hl.record(model := nn.Sequential(nn.Identity(), nn.Identity())) as run:
+        model(torch.tensor([1.0, float("nan")]))
+        assert "<circle" in run._repr_html_()
+        model(torch.ones(2))
+    assert "<circle" not in run._repr_html_()
+
+
 def test_a_healthy_recording_says_so_and_an_empty_one_nothing(net, image):
     with torch.no_grad(), hl.record(net, nn.Conv2d) as run:
         assert "<svg" not in run._repr_html_()

@@ -50,6 +50,7 @@ class Finding:
         advice: what to do.
         follows: the later sites at which the same thing was seen, in firing order.
         step: the training step at which it began; None for a recording.
+        passes: the passes of a recording that have it; empty if it is not of single passes.
     """
 
     kind: str
@@ -61,13 +62,14 @@ class Finding:
     advice: str = ""
     follows: tuple[str, ...] = ()
     step: int | None = None
+    passes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return self.text
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
-        return asdict(self) | {"follows": list(self.follows)}
+        return asdict(self) | {"follows": list(self.follows), "passes": list(self.passes)}
 
 
 @final

@@ -25,7 +25,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.n_values = 0
-        self.overwritten: dict[str, str] = {}
+        self.overwritten: dict[str, tuple[str, list[int]]] = {}
         self.unread: list[str] = []
         self.empty: list[str] = []
 
@@ -36,7 +36,8 @@ class _Reader:
             try:
                 yield from self._read_value(recorded)
             except OverwrittenError as error:
-                self.overwritten.setdefault(normalize_root(recorded.key), first_line(error))
+                key, text = normalize_root(recorded.key), first_line(error)
+                self.overwritten.setdefault(key, (text, []))[1].append(record.number)
 
     def _read_value(self, recorded: RecordedValue) -> Iterator[Reading]:
         value = recorded.read()
@@ -91,25 +92,28 @@ def judge_passes(
 
 def _mention_passes(finding: Finding, numbers: Sequence[int], n_passes: int) -> Finding:
     if n_passes == 1:
-        return finding
+        return replace(finding, passes=tuple(numbers))
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
-    return replace(finding, why=f"{finding.why} In pass {numbers[0]}{more} of {n_passes}.".lstrip())
+    why = f"{finding.why} In pass {numbers[0]}{more} of {n_passes}.".lstrip()
+    return replace(finding, why=why, passes=tuple(numbers))
 
 
-def _overwritten_findings(error_by_site: Mapping[str, str]) -> list[Finding]:
-    if not error_by_site:
+def _overwritten_findings(errors: Mapping[str, tuple[str, list[int]]]) -> list[Finding]:
+    if not errors:
         return []
-    first, *rest = error_by_site
+    first, *rest = errors
+    text, numbers = errors[first]
     return [
         Finding(
             "overwritten",
-            f"{error_by_site[first]}.",
+            f"{text}.",
             first,
             "note",
-            plural(len(error_by_site), "value"),
+            plural(len(errors), "value"),
             f"So were {listed(rest, _MOST_NAMED)}." if rest else "",
             "Record copies, with hl.record(..., copy=True).",
             tuple(rest),
+            passes=tuple(dict.fromkeys(numbers)),
         )
     ]
 

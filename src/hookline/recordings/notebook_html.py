@@ -38,8 +38,9 @@ def findings_html(passes: Sequence[PassRecord], modules: Mapping[str, str], repo
     if not survey.readings:
         return ""
     lines = "".join(_lines(findings))
-    strip = depth_strip_svg(survey, findings)
-    last = f"Over depth, in pass {passes[-1].number}, the last of {len(passes)}:"
+    number = passes[-1].number
+    strip = depth_strip_svg(survey, [f for f in findings if not f.passes or number in f.passes])
+    last = f"Over depth, in pass {number}, the last of {len(passes)}:"
     about = f"<p>{last}</p>" if strip and len(passes) > 1 else ""
     return f'<div class="hookline"><p>{lines}</p>{about}{strip}</div>'
 

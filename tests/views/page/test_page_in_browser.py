@@ -119,6 +119,22 @@ def test_the_pane_of_a_single_number_and_of_huge_ones(new_page, tmp_path):
     expect(page.locator("#pane .left-out")).to_have_text("Of the magnitudes.")
 
 
+def test_a_finding_is_marked_in_the_passes_that_have_it(new_page, tmp_path):
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with hl.record(model) as run:
+        for number in (1.0, float("nan"), float("nan"), 2.0):
+            model(torch.tensor([[1.0, number]]))
+    address = hl.write_page(run, tmp_path / "passes.html").as_uri()
+    page = new_page(address, address)
+    marked = []
+    expect(page.locator("#pass")).to_have_value("1")
+    for number in range(4):
+        page.locator("#pass").select_option(str(number))
+        marks = [".callout b", ".window .glyph", ".line.also"]
+        marked.append([page.locator(mark).count() > 0 for mark in marks])
+    assert marked == [[False] * 3, [True] * 3, [True] * 3, [False] * 3]
+
+
 def test_gradients_alone_have_a_depth_strip(new_page, tmp_path):
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     with hl.record(model, ports="grad_output") as run:

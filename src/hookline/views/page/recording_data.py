@@ -1,6 +1,7 @@
 """Write a recording as the data of its page: findings, rows and values, packed small.
 
-    {findings: [{level, kind, text, site, number, why, advice, row, pass, also: [row]}],
+    {findings: [{level, kind, text, site, number, why, advice, row, pass, also: [row],
+                 passes: [number] (empty: all)}],
      types, shapes, dtypes: [text],
      rows:   {parent*, name, type, call (-1: the only one), alias: {row: text}},
      values: {row*, order*, port, pass, backward, leaf: {value: text}, shape, dtype, numel,
@@ -224,7 +225,8 @@ def _finding_data_with_pass(
     entry = values.find(finding.site)
     place = row if entry is None or _is_gradient(entry) else partial(_forward_row, row, values)
     number = None if entry is None else entry.place.pass_number
-    return finding_data(finding, place) | {"pass": number}
+    first = next(iter(finding.passes), number)
+    return finding_data(finding, place) | {"pass": first, "passes": [*finding.passes]}
 
 
 def _forward_row(row: Callable[[str], int | None], values: ValuesBySite, site: str) -> int | None:

@@ -58,6 +58,9 @@ function tableOf(core, pass) {
   return { pass, main, rest, forward, gradient };
 }
 
+// Whether a finding is of a pass; one that is of no single passes is of all.
+const isOfPass = ({ passes }, pass) => !passes.length || passes.includes(pass);
+
 // The root of the sum of squares of the finite elements.
 function normOf({ values }, value) {
   if (value === undefined) return null;

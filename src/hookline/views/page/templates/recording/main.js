@@ -116,12 +116,16 @@
 
   function takeFindings(answer) {
     view.findings = answer.findings ?? [];
-    const rank = { error: 3, warning: 2 };
-    for (const { row, level } of view.findings) {
-      if (row !== null && (rank[level] ?? 0) > (rank[view.levels[row]] ?? 0))
-        view.levels[row] = level;
-    }
+    takeLevels();
     if (answer.findings) showFindings(answer, (index) => chooseFinding(index));
+  }
+
+  // The worst level of each row in the pass that is shown; a note has no mark.
+  function takeLevels() {
+    view.levels = {};
+    for (const finding of [...view.findings].reverse())
+      if (finding.level !== "note" && isOfPass(finding, view.pass))
+        view.levels[finding.row] = finding.level;
   }
 
   // What flows into what: [from row, to row, whether it is added to another].
@@ -140,6 +144,7 @@
     view.pass = pass;
     view.table = tableOf(core, pass);
     byId("pass").value = String(pass);
+    takeLevels();
     findEdges();
     strip.draw(view.table, view.findings);
     tree.refresh();

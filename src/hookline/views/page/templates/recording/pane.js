@@ -67,7 +67,7 @@ function makePane(host, core, view, { onClose, onStale }) {
 
   function topOf(row, first, pair) {
     const callouts = view.findings
-      .filter((finding) => finding.row === row)
+      .filter((finding) => finding.row === row && isOfPass(finding, view.pass))
       .map((finding) => findingCallout(finding));
     if (first !== undefined) return [...callouts, cardsOf(recordsOf(pair))];
     const none = values.of[row].length

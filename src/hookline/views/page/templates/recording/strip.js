@@ -332,7 +332,8 @@ function makeStrip(host, core, chosen, onChoose) {
 
   function drawPins(findings) {
     const { pen, x, height } = plot;
-    for (const { row, level } of [...findings].reverse()) {
+    const shown = findings.filter((finding) => isOfPass(finding, plot.table.pass));
+    for (const { row, level } of shown.reverse()) {
       const place = row === null ? undefined : placeOf(row);
       if (place === undefined || level === "note") continue;
       pen.strokeStyle = ink(level);
@@ -351,7 +352,7 @@ function makeStrip(host, core, chosen, onChoose) {
     pen.clearRect(0, 0, width, height);
     const finding = findings[chosen.finding];
     pen.fillStyle = ink("follows");
-    for (const row of finding?.also ?? []) {
+    for (const row of finding && isOfPass(finding, plot.table.pass) ? finding.also : []) {
       const place = plot.places.get(row);
       if (place !== undefined)
         pen.fillRect(

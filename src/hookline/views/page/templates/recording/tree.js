@@ -190,7 +190,8 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
     const classes = [];
     if (values.bad[view.table.forward[row]]) classes.push("is-bad");
     if (values.bad[view.table.gradient[row]]) classes.push("is-bad-backward");
-    if (view.findings[view.finding]?.also.includes(row)) classes.push("also");
+    const finding = view.findings[view.finding];
+    if (finding?.also.includes(row) && isOfPass(finding, view.pass)) classes.push("also");
     return classes.join(" ");
   }
 
