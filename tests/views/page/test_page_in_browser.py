@@ -149,6 +149,19 @@ def test_gradients_alone_have_a_depth_strip(new_page, tmp_path):
     expect(page.locator("#tip")).to_have_text(f"1 Tanhgradient norm {norm:.3g}")
 
 
+def test_the_norm_of_a_row_is_of_all_its_parameters(new_page, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    with hl.record(model, ["**.weight:grad", "**.bias:grad"]) as run:
+        model(torch.rand(5, 4)).sum().backward()
+    address = hl.write_page(run, tmp_path / "parameters.html").as_uri()
+    page = new_page(address, address)
+    gradients = [parameter.grad for parameter in model[2].parameters()]
+    norm = f"{float(torch.nn.utils.get_total_norm(gradients)):.3g}"
+    expect(row(page, "2")).to_contain_text(f"2, 2×3{norm}")
+    page.get_by_role("slider", name="Position in depth").hover(position={"x": 900, "y": 30})
+    expect(page.locator("#tip")).to_have_text(f"2 Lineargradient norm {norm}")
+
+
 def test_of_a_volume_the_slice_that_is_drawn_is_named(new_page, tmp_path):
     with hl.record(model := nn.Identity()) as run:
         model(torch.rand(1, 2, 9, 4, 4))

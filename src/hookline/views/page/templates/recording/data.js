@@ -51,11 +51,16 @@ function tableOf(core, pass) {
     const part = rest[row].find((value) => !isGradient(value));
     return main[row].output ?? main[row].input ?? part;
   });
-  const gradient = rows.name.map((_, row) => {
-    const part = rest[row].find(isGradient);
-    return main[row].grad_output ?? main[row].grad_input ?? part;
+  // The gradient of each row: of its module, or else those of its parameters together.
+  const gradients = rows.name.map((_, row) => {
+    const whole = main[row].grad_output ?? main[row].grad_input;
+    if (whole !== undefined) return [whole];
+    const parts = rest[row].filter(isGradient);
+    const weights = parts.filter((value) => ports[values.port[value]] === "grad");
+    const isFirst = (value) => weights.find((v) => values.leaf[v] === values.leaf[value]) === value;
+    return weights.length ? weights.filter(isFirst) : parts.slice(0, 1); // of the first backward
   });
-  return { pass, main, rest, forward, gradient };
+  return { pass, main, rest, forward, gradients, gradient: gradients.map(([first]) => first) };
 }
 
 // Whether a finding is of a pass; one that is of no single passes is of all.
@@ -71,6 +76,11 @@ function normOf({ values }, value) {
     mean: mean[value],
     bad: bad[value] ?? 0,
   });
+}
+// The norm of several values together; null as long as one has none.
+function normOfAll(core, list) {
+  const norms = list.map((value) => normOf(core, value));
+  return norms.length && !norms.includes(null) ? Math.hypot(...norms) : null;
 }
 const normOfNumbers = ({ numel, std, mean, bad }) =>
   std === null || std === undefined ? null : Math.sqrt(numel - bad) * Math.hypot(std, mean);

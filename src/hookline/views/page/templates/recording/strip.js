@@ -12,17 +12,26 @@ function makeStrip(host, core, chosen, onChoose) {
   // The rows with an output in firing order, and the place of each; without any output, those with
   // a gradient, which come in the other direction.
   function lineOf(table) {
-    const has = (port) => (row) => table.main[row][port] !== undefined;
     const all = rows.name.map((_, row) => row);
-    const [port, sign] = all.some(has("output")) ? ["output", 1] : ["grad_output", -1];
-    const order = (row) => sign * values.order[table.main[row][port]];
-    const line = all.filter(has(port)).sort((a, b) => order(a) - order(b));
+    const ofOutputs = all.map((row) => table.main[row].output);
+    const isForward = ofOutputs.some((value) => value !== undefined);
+    const list = isForward ? ofOutputs : gradientsOf(table).map(([first]) => first);
+    const order = (row) => (isForward ? 1 : -1) * values.order[list[row]];
+    const line = all.filter((row) => list[row] !== undefined);
+    line.sort((a, b) => order(a) - order(b));
     return [line, new Map(line.map((row, place) => [row, place]))];
+  }
+
+  // The gradients of the rows: of outputs, or where none was recorded, what else there is.
+  function gradientsOf({ main, gradients }) {
+    const ofOutputs = main.map(({ grad_output: value }) => (value === undefined ? [] : [value]));
+    return ofOutputs.some((list) => list.length) ? ofOutputs : gradients;
   }
 
   function lanesOf(table) {
     const output = (row) => table.main[row].output;
-    const gradient = (row) => table.main[row].grad_output;
+    const { gradients } = plot;
+    const isOfWeight = (value) => core.ports[values.port[value]] === "grad";
     const bad = (value) => value !== undefined && values.bad[value] > 0;
     const lanes = [
       {
@@ -46,16 +55,17 @@ function makeStrip(host, core, chosen, onChoose) {
       {
         name: "Gradient",
         short: "Grad",
-        about: "norm, backward",
+        about: gradients.flat().every(isOfWeight) ? "of parameters" : "norm, backward",
         ink: "bwd",
         height: 48,
         isLog: true,
-        number: (row) => normOf(core, gradient(row)),
-        isBad: (row) => bad(gradient(row)),
+        number: (row) => normOfAll(core, gradients[row]),
+        isBad: (row) => gradients[row].some(bad),
       },
     ];
-    const has = (of) => plot.line.some((row) => of(row) !== undefined);
-    return lanes.slice(has(output) || !has(gradient) ? 0 : 2, has(gradient) ? 3 : 2);
+    const hasOutput = plot.line.some((row) => output(row) !== undefined);
+    const hasGradient = plot.line.some((row) => gradients[row].length);
+    return lanes.slice(hasOutput || !hasGradient ? 0 : 2, hasGradient ? 3 : 2);
   }
 
   // The modules that divide the strip: those at the top, and inside one that fills it, its own.
@@ -102,6 +112,7 @@ function makeStrip(host, core, chosen, onChoose) {
       table,
       line,
       places,
+      gradients: gradientsOf(table),
       step,
       left,
       width,
@@ -402,7 +413,8 @@ function makeStrip(host, core, chosen, onChoose) {
   }
 
   function aboutRow(row) {
-    const { output, grad_output: gradient } = plot.table.main[row];
+    const { output } = plot.table.main[row];
+    const gradients = plot.gradients[row];
     const broken = (value) =>
       values.bad[value]
         ? [
@@ -424,11 +436,11 @@ function makeStrip(host, core, chosen, onChoose) {
         ...broken(output),
         element("br"),
       );
-    if (gradient !== undefined)
+    if (gradients.length)
       lines.push(
         soft("gradient norm "),
-        numberText(normOf(core, gradient)),
-        ...broken(gradient),
+        numberText(normOfAll(core, gradients)),
+        ...gradients.flatMap(broken),
       );
     return lines;
   }

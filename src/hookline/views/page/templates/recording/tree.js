@@ -6,10 +6,11 @@ const USUAL_COLUMNS = ["type", "shape", "bars", "std", "zeros", "gradient", "sto
 function columnsOf(core, view) {
   const { rows, values } = core;
   const forward = (row) => view.table.forward[row];
-  const gradient = (row) => view.table.gradient[row];
+  const gradients = (row) => view.table.gradients[row];
+  const shown = (row) => (forward(row) === undefined ? gradients(row) : [forward(row)]);
   const number = (name) => (row) =>
     forward(row) === undefined ? null : (values[name][forward(row)] ?? null);
-  const order = (row) => values.order[forward(row) ?? gradient(row)] ?? null;
+  const order = (row) => values.order[shown(row)[0]] ?? null;
   const wholeText = (whole) => whole?.toLocaleString("en") ?? "";
   const ofNumber = (key, title, of, cellText = (at) => numberText(at), width = "66px") => ({
     key,
@@ -24,13 +25,17 @@ function columnsOf(core, view) {
     forward(row) === undefined || values.waiting.has(forward(row))
       ? null
       : (values.bad[forward(row)] ?? 0);
+  const isBad = (value) => values.bad[value] > 0;
   const list = [
     text("type", "Type", "minmax(70px, 110px)", (row) => core.types[rows.type[row]]),
     {
       ...text("shape", "Shape", "minmax(86px, 124px)", (row) =>
-        shapeText(core, forward(row) ?? gradient(row)),
+        shown(row)
+          .map((value) => shapeText(core, value))
+          .join(", "),
       ),
-      sortKey: (row) => values.numel[forward(row) ?? gradient(row)] ?? null,
+      sortKey: (row) =>
+        shown(row).reduce((sum, value) => (values.numel[value] ?? 0) + (sum ?? 0), null),
       isNumber: true,
       isLeft: true,
     },
@@ -38,7 +43,7 @@ function columnsOf(core, view) {
       "dtype",
       "Dtype",
       "70px",
-      (row) => core.dtypes[values.dtype[forward(row) ?? gradient(row)]] ?? "",
+      (row) => core.dtypes[values.dtype[shown(row)[0]]] ?? "",
     ),
     { key: "bars", title: "Values", width: "48px", cell: (row) => spark(core, forward(row)) },
     ofNumber("mean", "Mean", number("mean")),
@@ -55,8 +60,8 @@ function columnsOf(core, view) {
     ofNumber(
       "gradient",
       "∇ norm",
-      (row) => normOf(core, gradient(row)),
-      (norm, row) => (values.bad[gradient(row)] ? "NaN" : numberText(norm)),
+      (row) => normOfAll(core, gradients(row)),
+      (norm, row) => (gradients(row).some(isBad) ? "NaN" : numberText(norm)),
     ),
     ofNumber("order", "Order", order, wholeText, "58px"),
   ];
@@ -189,7 +194,8 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
   function classOf(row) {
     const classes = [];
     if (values.bad[view.table.forward[row]]) classes.push("is-bad");
-    if (values.bad[view.table.gradient[row]]) classes.push("is-bad-backward");
+    const isBad = (value) => values.bad[value] > 0;
+    if (view.table.gradients[row].some(isBad)) classes.push("is-bad-backward");
     const finding = view.findings[view.finding];
     if (finding?.also.includes(row) && isOfPass(finding, view.pass)) classes.push("also");
     return classes.join(" ");
