@@ -162,6 +162,21 @@ def test_the_norm_of_a_row_is_of_all_its_parameters(new_page, tmp_path):
     expect(page.locator("#tip")).to_have_text(f"2 Lineargradient norm {norm}")
 
 
+def test_maps_without_a_finite_number_say_so(new_page, tmp_path):
+    values = torch.rand(1, 4, 5, 5) + 5
+    values[:, 1] = float("nan")
+    with hl.record(model := nn.Identity()) as run:
+        model(torch.full((2, 3), float("nan")))
+        model(values)  # one map of four
+    address = hl.write_page(run, tmp_path / "nan.html").as_uri()
+    page = new_page(f"{address}#at=(root)&pass=0", address)
+    expect(page.locator(".maps-key")).to_have_text("Outputall NaN or infinity")
+    page.locator("#pass").select_option("1")
+    page.get_by_role("button", name="one scale").click()  # 0 is no number of theirs
+    least, most = (f"{float(end):.3g}" for end in values[values.isfinite()].aminmax())
+    expect(page.locator(".maps-key")).to_have_text(f"Output{least}{most}")
+
+
 def test_of_a_volume_the_slice_that_is_drawn_is_named(new_page, tmp_path):
     with hl.record(model := nn.Identity()) as run:
         model(torch.rand(1, 2, 9, 4, 4))

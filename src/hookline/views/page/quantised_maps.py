@@ -82,6 +82,8 @@ def quantised_maps(
 def quantise(maps: Sequence[tuple[int | str, Tensor]], bits: int) -> dict[str, Any]:
     """Write maps of one size as codes, each from its least to its greatest finite number.
 
+    The ends `lo` and `hi` of a map without a finite number are None.
+
         >>> quantise([("norm", torch.eye(2))], 8)["tiles"][0]["hi"]
         1.0
 
@@ -127,9 +129,9 @@ def _quantise_map(channel: int | str, numbers: Tensor, bits: int) -> dict[str, A
     array = numbers.cpu().numpy()
     top = 2**bits - 1
     is_finite = np.isfinite(array)
-    low, high = finite_range(array) if is_finite.any() else (0.0, 0.0)
+    low, high = finite_range(array)
     codes = np.full(array.shape, top, np.uint8 if bits == 8 else "<u2")
     codes[is_finite] = np.round(scale_to_unit(array[is_finite], low, high) * (top - 1))
     text = base64.b64encode(codes.tobytes()).decode("ascii")
-    ends = {"lo": float(f"{low:.{_DIGITS}g}"), "hi": float(f"{high:.{_DIGITS}g}")}
-    return {"c": channel, **ends, "q": text}
+    ends = [float(f"{end:.{_DIGITS}g}") if is_finite.any() else None for end in (low, high)]
+    return {"c": channel, "lo": ends[0], "hi": ends[1], "q": text}

@@ -40,7 +40,8 @@ function drawOver(host, over, sets, view) {
     const width = clamp(Math.floor((host.clientWidth - 16) / 3), 84, 220);
     const [rows, columns] = over.image ? over.size : [option.maps[0].h, option.maps[0].w];
     const height = Math.round((width * rows) / columns);
-    const isSigned = option.maps.some(({ tiles }) => tiles.some(({ lo }) => lo < 0));
+    const tiles = option.maps.flatMap((maps) => maps.tiles);
+    const isSigned = tiles.some(({ lo }) => lo < 0);
     const place = { image: over.image, width, height, readout, isSigned }; // one legend for all
     const input = element("img", { src: over.image, alt: "The input" });
     input.style.cssText = `width: ${width}px; height: ${height}px`;
@@ -51,7 +52,7 @@ function drawOver(host, over, sets, view) {
       ),
     );
     figures.querySelectorAll("canvas").forEach((canvas, k) => (canvas.id = `over-${k}`));
-    scale.replaceChildren(ownScaleKey(isSigned));
+    scale.replaceChildren(keyOf(tiles, isSigned, true));
     about.replaceChildren(...option.about);
     readout.textContent = "";
   }
@@ -116,7 +117,7 @@ function overFigure({ text, at }, maps, tile, { image, width, height, readout, i
     readout,
   });
   const ground = image ? element("img", { src: image, alt: "" }) : null;
-  const range = `${numberText(tile.lo, 2)} to ${numberText(tile.hi, 2)}`;
+  const range = rangeText(rangeOf([tile], false), 2);
   const box = element("div", { class: image ? "over-image" : "" }, ground, canvas);
   return figureOf(width, box, `${tile.c[0].toUpperCase()}${tile.c.slice(1)}`, range);
 }
@@ -128,14 +129,16 @@ function figureOf(width, picture, caption, range) {
 }
 
 // A map in words: its size, its range, and where it is greatest.
-function wordsOf({ numbers, lo, hi }, h, w) {
+function wordsOf(tile, h, w) {
+  const { numbers } = tile;
   let most = 0;
   numbers.forEach((number, place) => {
     if (number > numbers[most] || Number.isNaN(numbers[most])) most = place;
   });
-  const range = `from ${numberText(lo, 4)} to ${numberText(hi, 4)}`;
+  const range = rangeOf([tile], false);
+  const words = `${h} × ${w} numbers ${rangeText(range, 4, "from ")}`;
   const place = `row ${Math.floor(most / w)}, column ${most % w}`;
-  return `${h} × ${w} numbers ${range}, the greatest at ${place}`;
+  return Number.isNaN(range[0]) ? words : `${words}, the greatest at ${place}`;
 }
 
 // The highest classes of one sample, with their scores and shares.

@@ -63,17 +63,33 @@ function barOf(base, view, redraw, hasChoices) {
   return bar;
 }
 
-// The range of colours of a map; signed ones are centred at zero.
+// The range of colours of maps; signed ones are centred at zero. NaN if no number is finite.
 function rangeOf(tiles, isSigned) {
-  const low = Math.min(...tiles.map(({ lo }) => lo));
-  const high = Math.max(...tiles.map(({ hi }) => hi));
+  const finite = tiles.filter(({ lo }) => lo !== null);
+  if (!finite.length) return [NaN, NaN];
+  const low = Math.min(...finite.map(({ lo }) => lo));
+  const high = Math.max(...finite.map(({ hi }) => hi));
   const most = Math.max(-low, high);
   return isSigned ? [-most, most] : [low, high];
 }
 
+// A range in words.
+const rangeText = ([low, high], digits, from = "") =>
+  Number.isNaN(low)
+    ? "all NaN or infinity"
+    : `${from}${numberText(low, digits)} to ${numberText(high, digits)}`;
+
 // The legend of maps with a scale each. Signed colours are about zero, whatever is least.
 const ownScaleKey = (isSigned) =>
   isSigned ? colourKey("signed", "below 0", "above 0") : colourKey("plain", "least", "greatest");
+
+// The legend of maps; `isOwn` if each has its own scale.
+function keyOf(tiles, isSigned, isOwn) {
+  const range = rangeOf(tiles, isSigned);
+  if (Number.isNaN(range[0])) return soft(rangeText(range));
+  if (isOwn) return ownScaleKey(isSigned);
+  return colourKey(isSigned ? "signed" : "plain", ...range.map((number) => numberText(number)));
+}
 
 function pictureOf({ name, ink: colour, maps }, width, view, onTile) {
   const { kind, tiles, bits } = maps;
@@ -83,9 +99,8 @@ function pictureOf({ name, ink: colour, maps }, width, view, onTile) {
   const isOwn = !isTable && !view.isShared;
   const range = rangeOf(tiles, isSigned);
   const form = formOf(maps, width);
-  const [least, most] = rangeOf(tiles, false).map((number) => numberText(number));
   const many = counted(tiles.length, isTable ? "map" : kind.slice(0, -1));
-  const words = `${name}: ${many} from ${least} to ${most}`;
+  const words = `${name}: ${many} ${rangeText(rangeOf(tiles, false), 3, "from ")}`;
   const [canvas, pen] = canvasOf(width, form.height, {
     role: "img",
     tabindex: 0,
@@ -102,16 +117,13 @@ function pictureOf({ name, ink: colour, maps }, width, view, onTile) {
     }),
   );
   const readout = element("span", { class: "readout", "aria-live": "polite" });
-  const key = isOwn
-    ? ownScaleKey(isSigned)
-    : colourKey(isSigned ? "signed" : "plain", ...range.map((number) => numberText(number)));
   listenTo(canvas, { name, maps, form, readout, onTile: maps.isPlaced ? onTile : null });
   return [
     element(
       "div",
       { class: "maps-key" },
       element("b", { class: colour }, name),
-      key,
+      keyOf(tiles, isSigned, isOwn),
       element("span", { class: "grow" }),
       readout,
     ),
@@ -149,11 +161,8 @@ function drawTile(pen, tile, [x, y], { form, maps, isSigned, range, isTable }) {
   pen.fillText(String(tile.c), x, y + tileHeight + 3);
   if (tileWidth < 64) return;
   pen.textAlign = "right";
-  pen.fillText(
-    isSigned ? `±${numberText(range[1], 2)}` : `≤${numberText(range[1], 2)}`,
-    x + tileWidth,
-    y + tileHeight + 3,
-  );
+  const most = `${isSigned ? "±" : "≤"}${numberText(range[1], 2)}`;
+  pen.fillText(Number.isNaN(range[1]) ? "NaN, inf" : most, x + tileWidth, y + tileHeight + 3);
   pen.textAlign = "left";
 }
 
