@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -122,6 +123,23 @@ def test_numbers_of_very_different_size_get_a_log_axis(recorded):
     axes = hl.plots.statistics(run, what="max").axes[0]
     assert axes.get_xscale() == "symlog"
     assert axes.get_xlabel() == "greatest (log)"
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1e300), (1e-300, 1e-300, 1e300), (1, 1, -1e5)])
+def test_names_of_ticks_do_not_overlap_on_a_log_axis(sizes):
+    model = nn.ModuleList([nn.Identity() for _ in sizes])
+    with hl.record(model, "*") as run:
+        for module, size in zip(model, sizes, strict=True):
+            module(torch.tensor([size], dtype=torch.float64))
+    figure = hl.plots.statistics(run)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    texts = [text for text in axes.get_xticklabels() if text.get_text()]
+    boxes = sorted((text.get_window_extent() for text in texts), key=lambda box: box.x0)
+    assert len(boxes) >= 2
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    ends = axes.get_xlim()
+    assert ends[0] < min(0, *sizes) and max(0, *sizes) < ends[1]
 
 
 def test_few_sites_over_passes_are_curves(recorded, said):

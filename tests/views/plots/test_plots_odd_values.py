@@ -32,6 +32,7 @@ EXTREMES = {
         hl.plots.tokens,
         hl.plots.images,
         hl.plots.histograms,
+        hl.plots.statistics,
         lambda run, site: hl.plots.compare(run, run, site),
     ],
 )

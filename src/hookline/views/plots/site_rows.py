@@ -24,6 +24,9 @@ _ROW = 0.17  # inches
 _MOST = 12.0  # the most inches of rows; beyond it, rows stand closer together
 _LONGEST = 52
 _GAP = 0.4
+_WIDE = 300
+_MOST_RATIO = 1e280  # of numbers on one axis: their quotient could overflow
+_MOST_LINEAR = 1e307  # the range of a linear axis beyond it could overflow
 
 
 @final
@@ -81,22 +84,33 @@ def _ordinal(number: int) -> str:
 
 def symlog_if_wide(axes: Axes, numbers: Sequence[float]) -> None:
     """Set a symlog scale for numbers of very different size: linear near zero, then logarithmic."""
-    sizes = np.abs([number for number in numbers if math.isfinite(number) and number])
+    finite = np.array([number for number in numbers if math.isfinite(number)])
+    sizes = np.abs(finite[finite != 0])
     if not sizes.size:
         return
-    usual, largest = float(np.median(sizes)), float(sizes.max())
-    if largest > 300 * usual:
+    usual, largest = float(np.quantile(sizes, 0.5, method="lower")), float(sizes.max())
+    if largest / _WIDE > usual or largest > _MOST_LINEAR:
+        usual = max(min(usual, largest / _WIDE), largest / _MOST_RATIO)
         axes.set_xscale("symlog", linthresh=usual)
         axes.set_xlabel(f"{axes.get_xlabel()} (log)", fontsize=TEXT, **PLAIN)
-        reach = math.log10(largest / usual)
-        powers = [usual * 10**k for k in range(1, math.ceil(reach) + 1, max(1, round(reach / 2)))]
-        low = min((number for number in numbers if math.isfinite(number)), default=0.0)
-        signs = [-power for power in powers] if low < -usual else []
-        places = [*signs, 0.0, *powers]
+        sides = [float(side) for side in (-finite.min(), finite.max())]
+        reaches = [math.log10(max(side, usual) / usual) for side in sides]
+        margin = 0.05 * (1 + sum(reaches))
+        powers = [min(math.log10(usual) + reach + margin, 308) for reach in reaches]
+        low, high = (
+            max(side, 10.0**power) if side > 0 else usual * min(margin, 1)
+            for side, power in zip(sides, powers, strict=True)
+        )
+        axes.set_xlim(-low, high)
+        step = max(1, math.ceil(sum(reaches) / 2))  # two ticks beside that of 0 have room
+        below, above = (
+            [usual * 10.0**k for k in range(step, int(reach) + 1, step)] for reach in reaches
+        )
+        places = [*(-place for place in below), 0.0, *above]
         axes.set_xticks(places, [f"{place:.0e}" if place else "0" for place in places])
         axes.minorticks_off()
     if axes.get_xscale() == "linear":
-        axes.locator_params(axis="x", nbins=3)
+        axes.locator_params(axis="x", nbins=3, steps=[1, 2, 5, 10])
         # In full, because matplotlib would write a common power of ten over the heading.
         axes.xaxis.set_major_formatter(lambda place, _: f"{place:.3g}")
 

@@ -162,12 +162,13 @@ def _draw_over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
     )
     for axes, name in zip(rows.axes, headings, strict=True):
         x = np.array([_number_or_nan(statistics, name) for statistics in measured])
-        _draw_rows(axes, x, bad, trunk)
         if name == "zeros":
             axes.set_xlim(-4, 104)
-        elif np.isfinite(x).any():
+        else:
+            symlog_if_wide(axes, x.tolist())  # first: a linear axis of huge numbers overflows
+        _draw_rows(axes, x, bad, trunk)
+        if name != "zeros" and np.isfinite(x).any():
             axes.axvline(0, color=GREY, linewidth=0.6, zorder=0)
-            symlog_if_wide(axes, x.tolist())
     return rows.figure
 
 
