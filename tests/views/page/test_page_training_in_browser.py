@@ -196,6 +196,10 @@ def test_new_steps_appear_and_what_is_chosen_stays(visit, tmp_path):
     )
     writer.close()
     expect(page.locator("#pulse-text")).to_contain_text("ended after step 21")
+    page.set_viewport_size({"width": 800, "height": 700})  # less than the top bar needs
+    expect(page.locator("#pulse-text")).to_have_css("text-overflow", "ellipsis")
+    expect(page.locator("#pulse-text")).to_have_css("overflow", "hidden")
+    expect(page.locator("#pulse")).to_have_attribute("title", re.compile("ended after step 21, "))
     expect(page).to_have_url(re.compile(r"\?number=mean&kind=output#at=h.399$"))
 
 

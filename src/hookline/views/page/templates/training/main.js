@@ -319,6 +319,7 @@
     if (!n_steps) text = ended ? "ended without a step" : "no step yet";
     else if (ended) text = `ended after step ${last}, ${date()}`;
     byId("pulse-text").textContent = text;
+    byId("pulse").title = text; // where it is cut
     const isOn = isServed && !ended && n_steps > 0;
     byId("pulse").classList.toggle("live", isOn && !isLate);
     byId("pulse").classList.toggle("late", isOn && isLate);
