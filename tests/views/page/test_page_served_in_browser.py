@@ -395,14 +395,14 @@ def test_a_page_goes_on_after_the_server_was_away(visit, runs, tmp_path):
 def test_large_values_are_measured_when_asked_for_on_their_page(visit, tmp_path):
     folder = write_large(tmp_path / "large", 2000, 25 * 1024**2)
     page = visit(folder)
-    button = page.get_by_role("button", name="Measure 2000 values (48.7 GiB)")
+    button = page.get_by_role("button", name="Measure 2,000 values (48.7 GiB)")
     expect(button).to_be_visible()
     assert page.locator("*").count() < 1500
     page.get_by_role("searchbox").fill("layer19.block9.conv9")
     assert names(page) == ["layer19.block9.conv9"]
     button.click()
     page.get_by_role("button", name=re.compile("left: stop$")).click()
-    expect(page.get_by_role("button", name=re.compile(r"^Measure 19\d\d values"))).to_be_visible()
+    expect(page.get_by_role("button", name=re.compile(r"^Stopped, 1,9\d\d left: go on$"))).to_be_visible()
     page.locator(".window .name").click()
     expect(page.locator("#pane .waiting")).to_have_count(0)
     expect(page.locator("#pane")).to_contain_text("elements are 0.")

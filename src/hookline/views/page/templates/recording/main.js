@@ -289,7 +289,9 @@
   async function measureAll() {
     const button = byId("measure");
     button.addEventListener("click", () => {
-      if (view.isMeasuring) view.isMeasuring = false;
+      view.isStopped = view.isMeasuring;
+      view.isMeasuring = false;
+      if (view.isStopped) showProgress();
       else measure();
     });
     showProgress();
@@ -331,9 +333,11 @@
   function showProgress() {
     const left = values.waiting.size;
     byId("measure").hidden = !left;
-    byId("measure").textContent = view.isMeasuring
-      ? `Measuring, ${left} left: stop`
-      : `Measure ${left} values (${core.measure.size})`;
+    const rest = `${left.toLocaleString("en")} left`;
+    let text = `Measure ${counted(left, "value")} (${core.measure.size})`;
+    if (view.isStopped) text = `Stopped, ${rest}: go on`;
+    if (view.isMeasuring) text = `Measuring, ${rest}: stop`;
+    byId("measure").textContent = text;
   }
 
   async function judge() {
