@@ -51,6 +51,14 @@ def test_an_older_page_is_replaced_and_nothing_else_is_left(tmp_path, strange_ru
     assert [child.name for child in tmp_path.iterdir()] == ["report.html"]
 
 
+def test_values_on_the_meta_device_have_no_numbers(tmp_path):
+    with hl.record(model := nn.Linear(3, 2, device="meta"), "") as run:
+        model(torch.empty(4, 3, device="meta"))
+    values = core_of(hl.write_page(run, tmp_path).read_text("utf-8"))["values"]
+    assert values["problem"] == {"0": "[4, 2] on the meta device, which has no numbers"}
+    assert values["waits"] == []
+
+
 def test_where_it_cannot_be_written_it_says_what_to_do(tmp_path, strange_run):
     (tmp_path / "file").write_text("")
     with pytest.raises(hl.FolderError) as caught:

@@ -231,6 +231,8 @@ def measure_entry(
     except OverwrittenError:
         return replace(entry, shape="", problem=OVERWRITTEN, is_overwritten=True)
     main = _tensor_at(value, entry.main)
+    if main is not None and main.is_meta:
+        return replace(entry, problem=f"{entry.shape} on the meta device, which has no numbers")
     counts, statistics = (), None
     try:
         if main is not None:
