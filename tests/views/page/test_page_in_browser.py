@@ -177,6 +177,34 @@ def test_maps_without_a_finite_number_say_so(new_page, tmp_path):
     expect(page.locator(".maps-key")).to_have_text(f"Output{least}{most}")
 
 
+def test_outputs_without_spread_are_at_the_bottom_of_the_strip(new_page, tmp_path):
+    model = nn.ModuleList([nn.Identity() for _ in range(3)])
+    with hl.record(model, "*") as run:
+        for module, size in zip(model, (1.0, 0.0, 1.0), strict=True):
+            module(size * torch.tensor([1.0, 2.0]))
+    address = hl.write_page(run, tmp_path / "flat.html").as_uri()
+    page = new_page(address, address)
+    page.evaluate("location.hash = '#at=0'")  # its line hides nothing of the second
+    reach = """() => {
+        const canvas = document.querySelector("#strip canvas");
+        const scale = canvas.width / canvas.clientWidth;
+        const pen = canvas.getContext("2d");
+        const x = 92 + (canvas.clientWidth - 100) / 2;  // of the second output
+        const tall = pen.getImageData(x * scale, 16 * scale, 1, 48 * scale).data;
+        const blue = (y) => tall[4 * y + 2] > tall[4 * y] + 60;
+        return Array.from({length: 48}, (_, y) => y).filter((y) => blue(y * scale));
+    }"""
+    assert min(page.evaluate(reach)) > 40
+
+
+def test_a_model_that_has_not_run_is_not_called_fine(new_page, tmp_path):
+    with pytest.warns(hl.HooklineWarning), hl.record(nn.Identity()) as run:
+        pass
+    address = hl.write_page(run, tmp_path / "idle.html").as_uri()
+    page = new_page(address, address)
+    expect(page.locator("#tally")).to_have_text("Nothing was judged.")
+
+
 def test_of_a_volume_the_slice_that_is_drawn_is_named(new_page, tmp_path):
     with hl.record(model := nn.Identity()) as run:
         model(torch.rand(1, 2, 9, 4, 4))

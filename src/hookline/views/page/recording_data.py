@@ -215,7 +215,7 @@ def findings_data(
             if (finding.kind, finding.level) != ("never called", "note")
         ],
         "notes": [escape_invisible(note) for note in findings.notes],
-        "judged": True,
+        "judged": any(entry.numel for entry in entries),
     }
 
 

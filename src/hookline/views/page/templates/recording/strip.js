@@ -166,7 +166,7 @@ function makeStrip(host, core, chosen, onChoose) {
     });
   }
 
-  // Numbers to heights; null is no number, -Infinity a logarithm of zero.
+  // Numbers to heights; null is no number, -Infinity a logarithm of zero: at the bottom.
   function scaled(lane) {
     const heights = plot.line.map((row) => {
       const number = lane.number(row);
@@ -246,7 +246,7 @@ function makeStrip(host, core, chosen, onChoose) {
       return pen.fill();
     };
     heights.forEach((number, place) => {
-      if (number !== null && number !== -Infinity) dot(place, 1.6);
+      if (number !== null) dot(place, 1.6);
     });
     pen.strokeStyle = ink(lane.ink);
     pen.lineWidth = 1.6;
@@ -255,7 +255,7 @@ function makeStrip(host, core, chosen, onChoose) {
     let isDown = false;
     const knots = [];
     heights.forEach((number, place) => {
-      if (!trunk.has(line[place]) || number === -Infinity) return;
+      if (!trunk.has(line[place])) return;
       if (number !== null) {
         pen[isDown ? "lineTo" : "moveTo"](x(place), at(number));
         knots.push(place);

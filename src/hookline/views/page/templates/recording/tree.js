@@ -87,10 +87,11 @@ function columnsOf(core, view) {
   );
 }
 
+// A shape as 2×3; the structure of a tuple or dict as it is.
 const shapeText = (core, value) =>
-  value === undefined
-    ? ""
-    : core.shapes[core.values.shape[value]].replaceAll(", ", "×").replace(/^\[(.*)\]$/, "$1");
+  (core.shapes[core.values.shape[value]] ?? "").replace(/^\[(.*)\]$/, (_, sizes) =>
+    sizes.replaceAll(", ", "×"),
+  );
 
 function barsPath(bars, width, height) {
   const step = width / bars.length;

@@ -14,7 +14,7 @@ function showFindings({ findings, judged, notes }, onChoose) {
     .map(([level, count]) => counted(count, ...WORDS[level]));
   const isFine = judged && !findings.some((finding) => finding.level !== "note");
   const fine = `${["No error and no warning", ...counts].join("; ")}.`;
-  const verdict = isFine ? fine : counts.join(", ");
+  const verdict = isFine ? fine : counts.join(", ") || "Nothing was judged.";
   byId("tally").replaceChildren(...(isFine ? [glyph("fine")] : []), element("span", {}, verdict));
   byId("tally").classList.toggle("all-fine", isFine);
   showLines(
