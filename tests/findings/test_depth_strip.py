@@ -140,6 +140,17 @@ def test_an_output_of_zeros_fills_its_lane():
     assert full.get("d").count("M") == 1
 
 
+def test_a_pin_is_at_the_call_that_the_finding_names(looped):
+    with hl.edit(looped, "block#2", hl.edits.scale(math.nan)), hl.record(looped) as run:
+        looped(torch.ones(1, 2))
+    picture = drawn(run)
+    (pin,) = picture.iter(f"{SVG}circle")
+    place = [text.split()[0] for text in titles(picture)].index(run.findings()[0].site)
+    columns = [rect for rect in picture.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+    left, width = (float(columns[place].get(name)) for name in ("x", "width"))
+    assert left < float(pin.get("cx")) < left + width
+
+
 def test_a_single_output_and_none_have_no_strip():
     model = nn.Linear(2, 2)
     with hl.record(model) as run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, final
 
@@ -199,7 +200,9 @@ class _Drawing:
     def _output_index(self, site: str) -> int | None:
         path = site.partition(":")[0].partition("#")[0]
         path = "" if path == "(root)" else path
-        alike = [k for k, r in enumerate(self._outputs) if r.path == path]
+        number = re.search(r"#(\d+)", site)
+        call = int(number[1]) if number else 0
+        alike = [k for k, r in enumerate(self._outputs) if (r.path, r.call) == (path, call)]
         inside = [k for k, r in enumerate(self._outputs) if path and r.path.startswith(f"{path}.")]
         return next(iter([*alike, *inside]), None)
 
