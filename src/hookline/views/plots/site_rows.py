@@ -14,6 +14,7 @@ import numpy as np
 
 from hookline.display.text import shorten
 from hookline.findings.survey import PLAIN_HOLDERS, ancestors_of, repeated_block_indices
+from hookline.statistics.value_statistics import Array
 from hookline.views.plots.figure_sheet import GREY, PLAIN, SMALL, TEXT, Sheet, text_width, tidy
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _MOST = 12.0  # the most inches of rows; beyond it, rows stand closer together
 _LONGEST = 52
 _GAP = 0.4
 _WIDE = 300
-_MOST_RATIO = 1e280  # of numbers on one axis: their quotient could overflow
+_MOST_RATIO = 1e280  # of sizes; their quotient could overflow
 _MOST_LINEAR = 1e307  # the range of a linear axis beyond it could overflow
 
 
@@ -88,9 +89,9 @@ def symlog_if_wide(axes: Axes, numbers: Sequence[float]) -> None:
     sizes = np.abs(finite[finite != 0])
     if not sizes.size:
         return
-    usual, largest = float(np.quantile(sizes, 0.5, method="lower")), float(sizes.max())
+    usual, largest = usual_size(sizes), float(sizes.max())
     if largest / _WIDE > usual or largest > _MOST_LINEAR:
-        usual = max(min(usual, largest / _WIDE), largest / _MOST_RATIO)
+        usual = min(usual, largest / _WIDE)
         axes.set_xscale("symlog", linthresh=usual)
         axes.set_xlabel(f"{axes.get_xlabel()} (log)", fontsize=TEXT, **PLAIN)
         sides = [float(side) for side in (-finite.min(), finite.max())]
@@ -113,6 +114,11 @@ def symlog_if_wide(axes: Axes, numbers: Sequence[float]) -> None:
         axes.locator_params(axis="x", nbins=3, steps=[1, 2, 5, 10])
         # In full, because matplotlib would write a common power of ten over the heading.
         axes.xaxis.set_major_formatter(lambda place, _: f"{place:.3g}")
+
+
+def usual_size(sizes: Array) -> float:
+    """Return the median of sizes, but no less than what the largest can be divided by."""
+    return max(float(np.quantile(sizes, 0.5, method="lower")), float(sizes.max()) / _MOST_RATIO)
 
 
 def set_log_axis(axes: Axes, low: float, high: float, max_ticks: int) -> None:

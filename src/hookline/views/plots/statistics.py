@@ -41,7 +41,7 @@ from hookline.views.plots.figure_sheet import (
     text_width,
     tidy,
 )
-from hookline.views.plots.site_rows import RowSheet, find_blocks, symlog_if_wide
+from hookline.views.plots.site_rows import RowSheet, find_blocks, symlog_if_wide, usual_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -278,8 +278,8 @@ def _draw_curves(
 def _compress_asinh(table: Array) -> tuple[Array, float | None]:
     """Compress numbers of very different size as asinh(number / median size)."""
     sizes = np.abs(table[np.isfinite(table) & (table != 0)])
-    usual = float(np.median(sizes)) if sizes.size else 0.0
-    if not usual or sizes.max() < 30 * usual:
+    usual = usual_size(sizes) if sizes.size else 0.0
+    if not usual or sizes.max() / 30 < usual:
         return table, None
     return np.arcsinh(table / usual), usual
 
