@@ -157,7 +157,7 @@ def test_the_norm_of_a_row_is_of_all_its_parameters(new_page, tmp_path):
     page = new_page(address, address)
     gradients = [parameter.grad for parameter in model[2].parameters()]
     norm = f"{float(torch.nn.utils.get_total_norm(gradients)):.3g}"
-    expect(row(page, "2")).to_contain_text(f"2, 2×3{norm}")
+    expect(row(page, "2")).to_contain_text(f"2, 2\N{MULTIPLICATION SIGN}3{norm}")
     page.get_by_role("slider", name="Position in depth").hover(position={"x": 900, "y": 30})
     expect(page.locator("#tip")).to_have_text(f"2 Lineargradient norm {norm}")
 

@@ -402,7 +402,9 @@ def test_large_values_are_measured_when_asked_for_on_their_page(visit, tmp_path)
     assert names(page) == ["layer19.block9.conv9"]
     button.click()
     page.get_by_role("button", name=re.compile("left: stop$")).click()
-    expect(page.get_by_role("button", name=re.compile(r"^Stopped, 1,9\d\d left: go on$"))).to_be_visible()
+    expect(
+        page.get_by_role("button", name=re.compile(r"^Stopped, 1,9\d\d left: go on$"))
+    ).to_be_visible()
     page.locator(".window .name").click()
     expect(page.locator("#pane .waiting")).to_have_count(0)
     expect(page.locator("#pane")).to_contain_text("elements are 0.")
