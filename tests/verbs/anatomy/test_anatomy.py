@@ -1088,6 +1088,37 @@ def test_the_lens_reads_a_model_that_was_cast_since():
     assert last_error(model.bfloat16(), parts, ids) < 0.1
 
 
+class Packed(torch.Tensor):
+    """A weight without memory of its own, which knows few functions, as those of torchao."""
+
+    @staticmethod
+    def __new__(cls, whole):
+        return torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)
+
+    def __init__(self, whole):
+        self.whole = whole
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function.overloadpacket in {torch.ops.aten.detach, torch.ops.aten.t}:
+            return Packed(function(args[0].whole))
+        if function.overloadpacket not in {torch.ops.aten.mm, torch.ops.aten.addmm}:
+            raise NotImplementedError(function)
+        return function(*[part.whole if isinstance(part, Packed) else part for part in args])
+
+
+def test_packed_weights_hide_no_part_and_no_lens(parts):
+    model = Text()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(Packed(module.weight.detach()), requires_grad=False)
+    packed = hl.anatomy(model)
+    assert {name: sites(packed[name]) for name in packed} == {
+        name: sites(parts[name]) for name in parts
+    }
+    assert last_error(model, packed, torch.randint(50, (2, 6))) < 1e-5
+
+
 @pytest.mark.slow
 def test_the_lens_has_rows_first_where_the_stream_has_not():
     model = build("xlnet")

@@ -238,7 +238,7 @@ class Head:
                 value.maker = value.like = None
                 value.places = []
                 if value.weight is not None:
-                    value.tensor = value.tensor.new_empty(0)
+                    value.tensor = torch.empty(0, dtype=value.tensor.dtype)
 
     def __call__(self, stream: Tensor) -> Tensor:
         """Return the logits of a stream, by the weights that the model has now.

@@ -20,6 +20,7 @@ from hookline.engine import (
     is_wrapped,
     own_buffers,
     own_parameters,
+    storage_address,
     while_tracing,
     without_function_modes,
 )
@@ -368,9 +369,7 @@ def _map_parts(function: Any, part: Any) -> Any:
 
 
 def _memory_id(tensor: Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return id(tensor)  # a sparse tensor has no memory of its own
-    return tensor.untyped_storage().data_ptr()
+    return storage_address(tensor) or id(tensor)  # a wrapper, as of torchao, has no memory
 
 
 def _is_sum_or_scale(event: Event) -> bool:
