@@ -371,6 +371,12 @@ def test_a_model_that_draws_random_numbers_is_refused():
     x = torch.ones(1, 2)
     with pytest.raises(hl.InputError, match="draws random numbers"):
         hl.attribute(model, x, "0", lambda out: out[0, 0], clean=x * 0)
+    model = model[:1].eval()
+    with (
+        hl.edit(model, "0", hl.edits.noise(1.0, seed=0)),
+        pytest.raises(hl.InputError, match="a hook on it such as an edit, draws random numbers"),
+    ):
+        hl.attribute(model, x, "0", lambda out: out[0, 0], clean=x * 0)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

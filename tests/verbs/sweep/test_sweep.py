@@ -492,6 +492,22 @@ def test_a_model_that_draws_random_numbers_is_refused(draw):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_noise_of_a_hook_around_the_sweep_is_refused():
+    model, own = linear(), torch.Generator()
+    with (
+        hl.edit(model, "0", hl.edits.noise(1.0, seed=0)),
+        pytest.raises(hl.InputError, match="a hook on it such as an edit, draws random numbers"),
+    ):
+        hl.sweep(model, X, {"1": hl.edits.scale(0.5)}, metric)
+    with hl.edit(model, "0", hl.edits.scale(2.0)):
+        assert hl.sweep(model, X, {"1": hl.edits.scale(1.0)}, metric).effects[0] == 0
+    model[0].register_forward_hook(
+        lambda module, args, output: output + torch.rand(output.shape, generator=own)
+    )
+    with pytest.raises(hl.InputError, match="must give the same metric twice"):
+        hl.sweep(model, X, {"1": hl.edits.scale(0.5)}, metric)
+
+
 class AsOften(nn.Module):
     """Runs a block as often as the first number of the inputs says."""
 
@@ -1283,7 +1299,7 @@ def test_an_interrupted_sweep_goes_on(tmp_path):
 
     def stop(module, args):
         n_runs.append(1)
-        if len(n_runs) == 9:
+        if len(n_runs) == 10:
             raise KeyboardInterrupt
 
     options = {"clean": CLEAN, "each": {"unit": 1}, "rows": 3}

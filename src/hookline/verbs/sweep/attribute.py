@@ -30,7 +30,7 @@ from hookline.verbs.sweep.path_gradients import (
     check_form,
     require_floating,
 )
-from hookline.verbs.sweep.restore_model import refuse_random, without_side_effects
+from hookline.verbs.sweep.restore_model import is_hooked, refuse_random, without_side_effects
 from hookline.verbs.sweep.rows_per_change import copy_of
 from hookline.verbs.sweep.sweep_results import Attribution
 
@@ -126,10 +126,10 @@ def attribute(
     along, steps, n_checked = options.get("along"), options.get("steps"), options.get("check", 0)
     with without_side_effects(model, "hl.attribute(model, ...)", inputs, clean):
         modules, run = module_tree(model), partial(call, model)
-        random_states = RandomStates(generators_of(model.modules()))
+        may_draw, random_states = is_hooked(model), RandomStates(generators_of(model.modules()))
         output, recording = recorded_run(modules, lambda: run(copied(clean)), selector)
-        outputs = (lambda: copy_of(output)), (lambda: run(copied(clean)))
-        refuse_random(random_states, metric, *outputs)
+        if may_draw or not random_states.are_current():
+            refuse_random(metric, lambda: copy_of(output), lambda: run(copied(clean)))
         values: dict[str, list[Tensor]] = {}  # of the clean run
         entries = clean_patches(modules, selector, values)
         goals = {site: require_floating(site, recording[site]) for site in sites_of(entries)}

@@ -14,6 +14,7 @@ from hookline.errors import InputError
 from hookline.recordings import Recording
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.sweep.grid import Point
+from hookline.verbs.sweep.restore_model import is_hooked
 from hookline.verbs.sweep.rows_per_change import (
     N_STIRRED,
     NoRowsError,
@@ -50,12 +51,14 @@ class Changing:
         inputs: the inputs.
 
     Attributes:
+        is_hooked: whether the model had hooks before.
         known: the value at each site in the unchanged run; of several calls, that of the first.
     """
 
     def __init__(self, modules: ModuleTree, sites: Sequence[str], inputs: Any) -> None:
         self.modules: ModuleTree = modules
         self.sites: Sequence[str] = sites
+        self.is_hooked: bool = modules.root is not None and is_hooked(modules.root)
         self._size = batch_size(inputs) or 0
         self.known: dict[str, Any] = {}
         self._hooked: set[str] = set()

@@ -123,7 +123,8 @@ class Forwards:
         if may_fuse:
             with tape.recording():
                 self.output = again()
-        refuse_random(random, self._metric, lambda: copy_of(self.output), again)
+        if changing.is_hooked or not random.are_current():
+            refuse_random(self._metric, lambda: copy_of(self.output), again)
         return Batches(around, self._forward, self._inputs, tape)
 
     def _forward(self, inputs: Any) -> Any:

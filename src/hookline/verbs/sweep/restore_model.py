@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookline.engine import is_compiled, path_text, require_model
+from hookline.engine import hook_dict, is_compiled, path_text, require_model
 from hookline.errors import InputError
 from hookline.verbs.shared.inference_tensors import explain_inference_weights
 from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
 from hookline.verbs.shared.model_state import first_lazy_name, restore_after_run
-from hookline.verbs.shared.run_settings import RandomStates
 from hookline.verbs.sweep.agreement import is_same_number
 from hookline.verbs.sweep.metric import Metric, metric_number
 
@@ -68,21 +67,30 @@ def _check_model(model: nn.Module, modules: list[nn.Module]) -> None:
         )
 
 
-def refuse_random(states: RandomStates, metric: Metric, *outputs: Callable[[], Any]) -> None:
+def is_hooked(model: nn.Module) -> bool:
+    """Tell whether a run of a model calls hooks, which may draw numbers from generators of theirs.
+
+    A line, of whatever modules, has hooks at the model itself.
+    """
+    return any(
+        hook_dict(module, kind) for module in model.modules() for kind in ("forward_pre", "forward")
+    )
+
+
+def refuse_random(metric: Metric, *outputs: Callable[[], Any]) -> None:
     """Refuse a model whose metric depends on random numbers.
 
     Args:
-        states: the random states before a run.
         metric: the metric.
-        outputs: return the output of this run, and that of another one.
+        outputs: return the output of a run that may have drawn some, and that of another one.
 
     Raises:
-        InputError: the run has drawn random numbers, and both metrics differ.
+        InputError: both metrics differ.
     """
-    if not states.are_current() and not is_same_number(
-        *[metric_number(metric, run()) for run in outputs]
-    ):
+    if not is_same_number(*[metric_number(metric, run()) for run in outputs]):
         raise InputError(
             "the model must give the same metric twice, got another one the second time: its"
-            " forward draws random numbers.\nSwitch this off, as model.eval() does for dropout."
+            " forward, or a hook on it such as an edit, draws random numbers."
+            "\nSwitch this off, as model.eval() does for dropout. As a change of hl.sweep,"
+            " hl.edits.noise begins again in each forward."
         )
