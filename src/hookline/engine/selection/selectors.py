@@ -31,7 +31,16 @@ from hookline.engine.selection.module_tree import (
     require_model,
 )
 from hookline.engine.selection.operation_names import operation_names, refuse_exported
-from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse, paths_above
+from hookline.engine.selection.site import (
+    PORTS,
+    ROOT,
+    Site,
+    SiteText,
+    glob,
+    parse,
+    path_text,
+    paths_above,
+)
 from hookline.engine.selection.suggestions import SelectorParts, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, lacks_forward, unwrap
 from hookline.errors import SelectionError
@@ -196,14 +205,15 @@ def select(
         AttachError: `model` is not a module.
     """
     require_model(model, "hl.select(model, selector)")
-    return select_in(module_tree(model), selector, check_ports(ports))
+    return select_in(module_tree(model), selector, check_ports(ports, selector))
 
 
-def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
+def check_ports(ports: str | Sequence[str], selector: Selector = None) -> tuple[str, ...]:
     """Return the ports as a tuple.
 
     Raises:
-        SelectionError: a port is unknown, or no port is given.
+        SelectionError: a port is unknown, or no port is given; or the selector holds a selection,
+            whose sites have other ports.
     """
     names = (ports,) if isinstance(ports, str) or not isinstance(ports, Iterable) else tuple(ports)
     for name in names:
@@ -217,16 +227,32 @@ def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
             f"ports must name at least one of {', '.join(PORTS)}, got none."
             "\nLeave ports out for outputs."
         )
+    for part in selector if isinstance(selector, list | tuple) else [selector]:
+        if isinstance(part, Selection) and "output" not in names:
+            _refuse_other_ports(part, names)
     return names
 
 
-def ports_for(model: object, ports: str | Sequence[str]) -> tuple[str, ...]:
+def _refuse_other_ports(selection: Selection, ports: tuple[str, ...]) -> None:
+    if len(selection) and all(site.port not in ports for site in selection):
+        given = repr(ports[0] if len(ports) == 1 else ports)
+        site = selection.sites[0]
+        raise SelectionError(
+            f"ports={given} must come with a selector that names no port, got a selection of the"
+            f" {site.port} of {path_text(site.path)}.\nSelect again: hl.select(model, ...,"
+            f" ports={given}). Of a part of hl.anatomy, write '.resid_post:grad_output'."
+        )
+
+
+def ports_for(
+    model: object, ports: str | Sequence[str], selector: Selector = None
+) -> tuple[str, ...]:
     """Return the ports for a verb; tensors by name have the port `grad` only.
 
     Raises:
-        SelectionError: a port is unknown, or no port is given.
+        SelectionError: as by `check_ports`.
     """
-    names = check_ports(ports)
+    names = check_ports(ports, selector)
     return names if isinstance(model, nn.Module) or names != ("output",) else ("grad",)
 
 

@@ -87,7 +87,7 @@ def doctor(
     while isinstance(model, DistributedDataParallel):
         model = model.module  # a call of the wrapper would wait for the other processes
     line = Line(model, name="doctor")
-    places, holders = _sites_and_containers(line, selector, check_ports(ports))
+    places, holders = _sites_and_containers(line, selector, check_ports(ports, selector))
     facts = Facts(line.nodes, is_training=model.training)
     selection = Selection(line.module_tree, places)
     _gather_facts(model, inputs, selection, facts)

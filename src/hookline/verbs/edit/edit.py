@@ -130,7 +130,9 @@ def edit(
     )
     line.options.lenient = any(which is None for which, _ in changes)
     line.originals.consequence = _CONSEQUENCE
-    selected = [(line.select(which, ports_for(model, ports)), edit) for which, edit in changes]
+    selected = [
+        (line.select(which, ports_for(model, ports, which)), edit) for which, edit in changes
+    ]
     if places.is_limited:
         _refuse_parameters(selection for selection, _ in selected)
     detectors: list[_NoOpDetector] = []

@@ -202,7 +202,7 @@ def record(
             With `to=`, a value has no row for each item, or rows of another shape than before.
     """
     check_option_names(record, options, Keep.__annotations__)
-    names = ports_for(model, ports)
+    names = ports_for(model, ports, selector)
     if to is not None:
         options = {"copy": True, **options}
     keeping = checked(options)

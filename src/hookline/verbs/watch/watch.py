@@ -250,7 +250,7 @@ def watch(
     line = Line(model, name="watch", every_thread=every_thread)
     line.options.lenient = selector is None
     watching = Watch(line, model, file)
-    default_ports = ("output", "grad_output") if ports is None else check_ports(ports)
+    default_ports = ("output", "grad_output") if ports is None else check_ports(ports, selector)
     watching.start(line.select(selector, default_ports), optional=ports is None)
     return watching
 
