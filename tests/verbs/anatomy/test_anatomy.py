@@ -107,6 +107,15 @@ def test_a_name_with_a_dot_selects_the_same(model, parts):
     assert sites(hl.select(model, [".z.1", "norm"])) == ["blocks.1.mlp@z", "norm"]
     assert sites(hl.select(model, ".resid_pre.1:grad_output")) == ["blocks.1:grad_input"]
     assert sites(hl.select(model, ".attn_out.0:grad_output")) == ["blocks.0.mlp:grad_output"]
+    forth = hl.select(model, [".z.1", ".mlp_act.1"], ports=("output", "grad_output"))
+    assert sites(forth) == [
+        "blocks.1.mlp@z",
+        "blocks.1.mlp@z:grad_output",
+        "blocks.1.attn.2:input",
+        "blocks.1.attn.2:grad_input",
+    ]
+    back = hl.select(model, [".z.1", ".mlp_act.1"], ports="grad_output")
+    assert sites(back) == sites(forth)[1::2]
     with hl.edit(model, ".attn_out.0", hl.edits.scale(0.0)):
         with hl.record(model, ".resid_mid.0") as run:
             model(x)

@@ -23,8 +23,11 @@ def register_parts(model: nn.Module, sites: PartSites) -> None:
     _parts[model] = sites
 
 
-def sites_of_part(model: nn.Module, selector: str) -> list[str]:
-    """Return the sites of a text such as `.resid_post`, `.pattern.3` or `.z:grad_output`."""
+def sites_of_part(model: nn.Module, selector: str, ports: tuple[str, ...] = ()) -> list[str]:
+    """Return the sites of a text such as `.resid_post`, `.pattern.3` or `.z:grad_output`.
+
+    A part whose site has a port of its own, as `.mlp_act` has, has a gradient, too, at the ports.
+    """
     sites = _parts.get(model)
     if sites is None:
         raise SelectionError(
@@ -34,7 +37,16 @@ def sites_of_part(model: nn.Module, selector: str) -> list[str]:
     text, _, port = selector[1:].partition(":")
     name, _, layer = text.rpartition(".")
     names = sites(name, int(layer)) if name and layer.isdecimal() else sites(text, None)
-    return [_with_port(site, port, selector) for site in names] if port else list(names)
+    if port:
+        return [_with_port(site, port, selector) for site in names]
+    gradients = [port for port in ports if port.startswith("grad_")]
+    texts = []
+    for site in names:
+        has_port = ":" in site  # else the ports apply as to a module
+        if not has_port or not gradients or len(gradients) < len(ports):
+            texts.append(site)
+        texts += [_with_port(site, each, selector) for each in gradients if has_port]
+    return texts
 
 
 def _with_port(site: str, port: str, selector: str) -> str:

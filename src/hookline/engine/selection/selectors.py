@@ -300,7 +300,7 @@ def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iter
             )
         return [pair for part in selector for pair in _match(tree, part, ports)]
     if isinstance(selector, str) and selector.startswith(".") and tree.nodes:
-        sites = sites_of_part(tree.nodes[0].module, selector)
+        sites = sites_of_part(tree.nodes[0].module, selector, ports)
         return [pair for site in sites for pair in _match(tree, site, ports)]
     places, query = _find(tree, selector, ports)
     if not places:
