@@ -338,6 +338,9 @@ def test_the_forward_stops_at_the_site_that_is_read():
     assert not calls
     with torch.no_grad():
         assert sweep.baseline == float(model[2](model[1](model[0](X))).norm())
+    read = hl.select(model, "2")
+    again = hl.sweep(model, X, "0", lambda t: t.norm(), clean=CLEAN, read=read, each={"unit": 1})
+    np.testing.assert_array_equal(again.values, sweep.values)
     with pytest.raises(hl.InputError, match=r"read must be a site that comes after .* got '0'"):
         hl.sweep(model, X, "2", lambda t: t.norm(), clean=CLEAN, read="0")
 

@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from hookline.display.text import first_line
-from hookline.engine import Selector, Site, module_tree
+from hookline.engine import Selection, Selector, Site, module_tree
 from hookline.errors import InputError, NotRecordedError, check_option_names, check_positive_int
 from hookline.verbs.record.run_to_last_site import PartialForward
 from hookline.verbs.shared.progress_bar import progress_bar
@@ -56,7 +56,7 @@ def sweep(
     *,
     each: Each | None = None,
     clean: Inputs | None = None,
-    read: str | Site | None = None,
+    read: str | Site | Selection | None = None,
     **options: Unpack[SweepOptions],
 ) -> Sweep:
     """Measure a metric of a model under each of many changes.
@@ -189,15 +189,17 @@ def _result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:
 
 
 @contextmanager
-def _reader(model: nn.Module, read: str | Site | None) -> Iterator[Callable[[Any], Any]]:
+def _reader(
+    model: nn.Module, read: str | Site | Selection | None
+) -> Iterator[Callable[[Any], Any]]:
     """Yield a function that runs the model and returns what the metric reads."""
     if read is None:
         yield partial(call, model)
         return
-    with PartialForward(model, str(read), "sweep", {}) as runner:
+    with PartialForward(model, read, "sweep", {}) as runner:
         if len(runner.sites) != 1:
             raise InputError(
-                f"read must be one site, got {read!r}, which matches {len(runner.sites)}."
+                f"read must be one site, got a selector that matches {len(runner.sites)}."
                 f"\nGive one of them: {str(runner.sites[0])!r}."
             )
 
@@ -211,8 +213,9 @@ def _reader(model: nn.Module, read: str | Site | None) -> Iterator[Callable[[Any
             yield run
         except NotRecordedError as error:
             raise InputError(
-                f"read must be a site that comes after the changed ones, got {str(read)!r}:"
-                f" {first_line(error)}.\nRead a later site, or the model's output: read=None."
+                "read must be a site that comes after the changed ones, got"
+                f" {str(runner.sites[0])!r}: {first_line(error)}."
+                "\nRead a later site, or the model's output: read=None."
             ) from error
 
 
