@@ -322,7 +322,7 @@ def test_without_ids_heads_are_not_taken_for_tokens(part):
     model, x = Heads(), torch.randn(2, 5, 4)
     with (
         hl.edit(model, f"@{part}", hl.edits.scale(0), at=-1),
-        pytest.raises(hl.StructureError, match=r"tokens .*, with heads"),
+        pytest.raises(hl.StructureError, match=r"tokens .*, with heads\.\nWhere heads come first"),
     ):
         model(x)
 

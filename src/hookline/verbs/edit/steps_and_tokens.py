@@ -365,7 +365,12 @@ class SitePlaces:
         wanted = "3 dimensions or more" if sizes is None else f"{sizes} as first dimensions"
         n_kept = None if tokens is None else tokens.n_kept
         hint = "Select such a value, or give hl.edit a function that changes a part of it."
-        if n_kept is not None:
+        if self._site.path.endswith(_OF_ATTENTION):
+            hint = (
+                "Where heads come first, give hl.edit a function that changes a part, such as"
+                " t[:, head, position], or select attn_heads of hl.anatomy."
+            )
+        elif n_kept is not None:
             hint = (
                 f"With logits_to_keep={n_kept}, as in generate, the head gets the last"
                 f" {plural(n_kept, 'token')} alone: leave out at=, or select what comes before it."
