@@ -104,6 +104,7 @@ def test_attention_is_told_from_mlp_by_what_it_does(parts):
 def test_a_name_with_a_dot_selects_the_same(model, parts):
     x = torch.randint(50, (2, 6))
     assert sites(hl.select(model, ".resid_post")) == sites(parts["resid_post"])
+    assert sites(hl.select(model, ".z.-1")) == sites(parts["z", 1])
     assert sites(hl.select(model, [".z.1", "norm"])) == ["blocks.1.mlp@z", "norm"]
     assert sites(hl.select(model, ".resid_pre.1:grad_output")) == ["blocks.1:grad_input"]
     assert sites(hl.select(model, ".attn_out.0:grad_output")) == ["blocks.0.mlp:grad_output"]

@@ -24,7 +24,7 @@ def register_parts(model: nn.Module, sites: PartSites) -> None:
 
 
 def sites_of_part(model: nn.Module, selector: str, ports: tuple[str, ...] = ()) -> list[str]:
-    """Return the sites of a text such as `.resid_post`, `.pattern.3` or `.z:grad_output`.
+    """Return the sites of a text such as `.resid_post`, `.pattern.3`, `.z.-1:grad_output`.
 
     A part whose site has a port of its own, as `.mlp_act` has, has a gradient, too, at the ports.
     """
@@ -36,7 +36,8 @@ def sites_of_part(model: nn.Module, selector: str, ports: tuple[str, ...] = ()) 
         )
     text, _, port = selector[1:].partition(":")
     name, _, layer = text.rpartition(".")
-    names = sites(name, int(layer)) if name and layer.isdecimal() else sites(text, None)
+    has_layer = name and layer.removeprefix("-").isdecimal()
+    names = sites(name, int(layer)) if has_layer else sites(text, None)
     if port:
         return [_with_port(site, port, selector) for site in names]
     gradients = [port for port in ports if port.startswith("grad_")]
