@@ -1012,6 +1012,13 @@ def test_wrong_arguments_of_the_reads_are_told(model, parts):
     with pytest.raises(hl.SelectionError, match="the layer must be from 0 to 1, got -3"):
         parts.contributions(run, -3)
     assert torch.equal(parts.contributions(run, -1), parts.contributions(run.passes[0], 1))
+    with torch.no_grad(), hl.record(model, ".attn_heads") as twice:
+        model(torch.randint(50, (2, 7)))
+        model(torch.randint(50, (2, 7)))
+    with pytest.raises(
+        hl.InputError, match=r"must be of one pass, got a recording of 2\.\n.*\[0\]"
+    ):
+        parts.contributions(twice, 0)
     for value in (None, torch.ones(()), torch.ones(16), [1.0]):
         with pytest.raises(hl.StructureError, match="value must be a tensor of"):
             parts.heads(value)

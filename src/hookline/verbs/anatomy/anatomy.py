@@ -104,7 +104,7 @@ class Anatomy(Result):
 
     # -- reads ------------------------------------------------------------------------------------
 
-    def lens(self, run: Recording, n: int = 5) -> Lens:
+    def lens(self, run: Recording | PassRecord, n: int = 5) -> Lens:
         """Read the streams of a run as the model's head reads the last one: the logit lens.
 
         The model's own final norm, unembedding, scale and cap are applied to each stream. For the
@@ -121,7 +121,7 @@ class Anatomy(Result):
             True
 
         Args:
-            run: a recording that has the streams `resid_post` of some layers.
+            run: a recording, or a pass of one, that has the streams `resid_post` of some layers.
             n: the number of tokens of the highest logits.
 
         Returns:
@@ -130,7 +130,7 @@ class Anatomy(Result):
         Raises:
             SelectionError: the model's logits are not proven to be a function of its last stream.
             NotRecordedError: the run has no such stream.
-            InputError: `run` is not a recording, or `n` is not 1 or more.
+            InputError: `run` is not a recording of one pass, or `n` is not 1 or more.
         """
         _check_is_recording(run)
         if self._head is None or "logits" not in self:
@@ -180,21 +180,21 @@ class Anatomy(Result):
         full_width = self._names.shapes[self._names.find("attn_heads")[0]][-1]
         return max(self.n_heads * min(width, full_width) // full_width, 1)
 
-    def contributions(self, run: Recording, layer: int) -> Tensor:
+    def contributions(self, run: Recording | PassRecord, layer: int) -> Tensor:
         """Return what each head of a layer adds to the stream: (heads, rows, tokens, width).
 
         The sum over the heads, and the bias of the output projection, is `attn_out_raw`. Under
         tensor parallelism, the heads of all ranks are gathered.
 
         Args:
-            run: a recording that has `attn_heads` of the layer.
+            run: a recording, or a pass of one, that has `attn_heads` of the layer.
             layer: the layer.
 
         Raises:
             SelectionError: `attn_heads` or `attn_out_raw` is not proven in this layer, or the
                 module that gets the heads does more than project them.
             NotRecordedError: the run does not have it.
-            InputError: `run` is no recording, or `layer` no number.
+            InputError: `run` is no recording of one pass, or `layer` no number.
         """
         _check_is_recording(run)
         site = self._site("attn_heads", layer)
@@ -220,16 +220,16 @@ class Anatomy(Result):
             )
         return added
 
-    def expert_load(self, run: Recording) -> dict[int, Tensor]:
+    def expert_load(self, run: Recording | PassRecord) -> dict[int, Tensor]:
         """Return how many tokens of a run each expert got, by layer.
 
         Args:
-            run: a recording that has `expert_indices`.
+            run: a recording, or a pass of one, that has `expert_indices`.
 
         Raises:
             SelectionError: no layer has proven experts.
             NotRecordedError: the run does not have the indices.
-            InputError: `run` is no recording.
+            InputError: `run` is no recording of one pass.
         """
         _check_is_recording(run)
         self._names.find("expert_indices")  # which raises if there are none
@@ -308,6 +308,11 @@ def _check_is_recording(run: Any) -> None:
         raise InputError(
             f"run must be a recording, got {type(run).__name__}."
             '\nRecord it: with hl.record(model, parts["resid_post"]) as run: ...'
+        )
+    if isinstance(run, Recording) and len(run.passes) > 1:
+        raise InputError(
+            f"run must be of one pass, got a recording of {len(run.passes)}."
+            "\nGive one of them, such as run.passes[0]."
         )
 
 

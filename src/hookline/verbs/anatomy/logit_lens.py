@@ -12,7 +12,7 @@ from hookline.display.results import Printout, Result
 from hookline.display.text_table import Heading
 from hookline.engine import gather_full
 from hookline.errors import InputError, NotRecordedError
-from hookline.recordings import Recording
+from hookline.recordings import PassRecord, Recording
 from hookline.verbs.anatomy.embeddings_and_head import Head
 
 
@@ -65,7 +65,9 @@ def _last_token_of_first_row(values: Tensor) -> Tensor:
     return values.reshape(-1, *values.shape[-2:])[0, -1]
 
 
-def apply_head(head: Head, site_by_layer: Mapping[int, str], run: Recording, n: int) -> Lens:
+def apply_head(
+    head: Head, site_by_layer: Mapping[int, str], run: Recording | PassRecord, n: int
+) -> Lens:
     """Apply a head to the streams of a run, given by layer as sites.
 
     Raises:
