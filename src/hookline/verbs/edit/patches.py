@@ -113,7 +113,8 @@ def patch(run: Recording | PassRecord) -> RecordedChange:
 
     The k-th run of the model gets the value of the k-th recorded run, and each call of a module
     that of the same call. Failed runs are not counted. A recording of one run serves every run.
-    With `at=`, only these tokens are patched; the inputs still need one shape.
+    With `at=`, only these tokens are patched; the inputs still need one shape and padding, because
+    a token gets the value at its index.
 
     Args:
         run: what `hl.record` returned or `hl.open` read, or one of its `passes`. The value is cast
