@@ -476,6 +476,15 @@ def test_changes_of_another_form_are_refused(changes):
         hl.sweep(linear(), X, changes, metric)
 
 
+def test_the_label_of_a_change_is_text_or_a_number():
+    halves = [(share, {"0": hl.edits.scale(share)}) for share in (0.5, 1.0)]
+    assert hl.sweep(linear(), X, halves, metric)[1.0] == 0
+    with pytest.raises(
+        hl.InputError, match=r"label .* must be text or a number, got tuple\(0, 1\)"
+    ):
+        hl.sweep(linear(), X, [((0, 1), {"0": hl.edits.scale(0)})], metric)
+
+
 def test_a_gradient_is_refused():
     with pytest.raises(hl.InputError, match="changes values of the forward, got 0:grad_output"):
         hl.sweep(linear(), X, {"0:grad_output": hl.edits.scale(0)}, metric)

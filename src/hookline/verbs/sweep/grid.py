@@ -24,7 +24,7 @@ from hookline.errors import InputError, check_one_of
 from hookline.verbs.sweep.put_back import PutBack, Values
 from hookline.verbs.sweep.site_change import SiteChange
 
-Label = str | int
+Label = str | int | float
 Each = Mapping[str, int | tuple[int, int]]
 Changes = Mapping[Any, Any] | Sequence[Any]
 
@@ -141,7 +141,12 @@ def sites_of(entries: list[Entry], *, outside: bool = False) -> list[str]:
 def _joint_entry(modules: ModuleTree, number: int, item: Any) -> Entry:
     """Read changes that are made together, in one forward."""
     label, by_site = item if isinstance(item, tuple) and len(item) == 2 else (number, item)
-    if not isinstance(by_site, Mapping) or not by_site or not isinstance(label, str | int):
+    if isinstance(by_site, Mapping) and not isinstance(label, str | int | float):
+        raise InputError(
+            f"the label of a change must be text or a number, got {_words(label)}."
+            '\nGive ("layer 0, head 1", {site: change}) or the like.'
+        )
+    if not isinstance(by_site, Mapping) or not by_site:
         raise InputError(f"each of changes must be {{site: change}}, got {_words(item)}.\n{_FORMS}")
     for change in by_site.values():
         _check_change(change)
