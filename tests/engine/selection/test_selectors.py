@@ -298,20 +298,6 @@ def test_a_module_stands_for_all_parameters_in_it(net):
         assert paths(net, selector, ports="grad") == everything
 
 
-def test_a_selection_of_values_is_none_of_their_gradients(net):
-    fc = hl.select(net, "fc")
-    for selector in (fc, ["layer1.*", fc]):
-        for verb in (hl.select, hl.record, hl.doctor, hl.watch):
-            given = (torch.zeros(1),) if verb is hl.doctor else ()
-            with pytest.raises(hl.SelectionError, match="got a selection of the output of fc"):
-                verb(net, *given, selector, ports="grad_output")
-    with pytest.raises(hl.SelectionError, match=r"Select again: .*ports='grad_output'\)"):
-        hl.edit(net, {"layer1.*": abs, fc: abs}, ports="grad_output")
-    assert paths(net, fc, ports=("output", "grad_output")) == ["fc"]
-    backward = hl.select(net, "fc", ports="grad_output")
-    assert paths(net, backward, ports="grad_output") == paths(net, backward) == ["fc:grad_output"]
-
-
 def test_a_parameter_selects_its_own_gradient_whatever_the_ports(net):
     assert paths(net, net.fc.bias) == ["fc.bias:grad"]
     assert paths(net, [net.fc.bias, "stem"]) == ["stem", "fc.bias:grad"]

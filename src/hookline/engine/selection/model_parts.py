@@ -23,11 +23,8 @@ def register_parts(model: nn.Module, sites: PartSites) -> None:
     _parts[model] = sites
 
 
-def sites_of_part(model: nn.Module, selector: str, ports: tuple[str, ...] = ()) -> list[str]:
-    """Return the sites of a text such as `.resid_post`, `.pattern.3`, `.z.-1:grad_output`.
-
-    A part whose site has a port of its own, as `.mlp_act` has, has a gradient, too, at the ports.
-    """
+def sites_of_part(model: nn.Module, selector: str) -> list[str]:
+    """Return the sites of a text such as `.resid_post`, `.pattern.3` or `.z.-1:grad_output`."""
     sites = _parts.get(model)
     if sites is None:
         raise SelectionError(
@@ -35,19 +32,9 @@ def sites_of_part(model: nn.Module, selector: str, ports: tuple[str, ...] = ()) 
             "\nCall parts = hl.anatomy(model)."
         )
     text, _, port = selector[1:].partition(":")
-    name, _, layer = text.rpartition(".")
-    has_layer = name and layer.removeprefix("-").isdecimal()
-    names = sites(name, int(layer)) if has_layer else sites(text, None)
-    if port:
-        return [_with_port(site, port, selector) for site in names]
-    gradients = [port for port in ports if port.startswith("grad_")]
-    texts = []
-    for site in names:
-        has_port = ":" in site  # else the ports apply as to a module
-        if not has_port or not gradients or len(gradients) < len(ports):
-            texts.append(site)
-        texts += [_with_port(site, each, selector) for each in gradients if has_port]
-    return texts
+    name, _, n = text.rpartition(".")
+    names = sites(name, int(n)) if name and n.removeprefix("-").isdecimal() else sites(text, None)
+    return [_with_port(site, port, selector) for site in names] if port else list(names)
 
 
 def _with_port(site: str, port: str, selector: str) -> str:

@@ -31,16 +31,7 @@ from hookline.engine.selection.module_tree import (
     require_model,
 )
 from hookline.engine.selection.operation_names import operation_names, refuse_exported
-from hookline.engine.selection.site import (
-    PORTS,
-    ROOT,
-    Site,
-    SiteText,
-    glob,
-    parse,
-    path_text,
-    paths_above,
-)
+from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse, paths_above
 from hookline.engine.selection.suggestions import SelectorParts, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, lacks_forward, unwrap
 from hookline.errors import SelectionError
@@ -205,15 +196,14 @@ def select(
         AttachError: `model` is not a module.
     """
     require_model(model, "hl.select(model, selector)")
-    return select_in(module_tree(model), selector, check_ports(ports, selector))
+    return select_in(module_tree(model), selector, check_ports(ports))
 
 
-def check_ports(ports: str | Sequence[str], selector: Selector = None) -> tuple[str, ...]:
+def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
     """Return the ports as a tuple.
 
     Raises:
-        SelectionError: a port is unknown, or no port is given; or the selector holds a selection,
-            whose sites have other ports.
+        SelectionError: a port is unknown, or no port is given.
     """
     names = (ports,) if isinstance(ports, str) or not isinstance(ports, Iterable) else tuple(ports)
     for name in names:
@@ -227,32 +217,16 @@ def check_ports(ports: str | Sequence[str], selector: Selector = None) -> tuple[
             f"ports must name at least one of {', '.join(PORTS)}, got none."
             "\nLeave ports out for outputs."
         )
-    for part in selector if isinstance(selector, list | tuple) else [selector]:
-        if isinstance(part, Selection) and "output" not in names:
-            _refuse_other_ports(part, names)
     return names
 
 
-def _refuse_other_ports(selection: Selection, ports: tuple[str, ...]) -> None:
-    if len(selection) and all(site.port not in ports for site in selection):
-        given = repr(ports[0] if len(ports) == 1 else ports)
-        site = selection.sites[0]
-        raise SelectionError(
-            f"ports={given} must come with a selector that names no port, got a selection of the"
-            f" {site.port} of {path_text(site.path)}.\nSelect again: hl.select(model, ...,"
-            f" ports={given}). Of a part of hl.anatomy, write '.resid_post:grad_output'."
-        )
-
-
-def ports_for(
-    model: object, ports: str | Sequence[str], selector: Selector = None
-) -> tuple[str, ...]:
+def ports_for(model: object, ports: str | Sequence[str]) -> tuple[str, ...]:
     """Return the ports for a verb; tensors by name have the port `grad` only.
 
     Raises:
-        SelectionError: as by `check_ports`.
+        SelectionError: a port is unknown, or no port is given.
     """
-    names = check_ports(ports, selector)
+    names = check_ports(ports)
     return names if isinstance(model, nn.Module) or names != ("output",) else ("grad",)
 
 
@@ -300,8 +274,9 @@ def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iter
             )
         return [pair for part in selector for pair in _match(tree, part, ports)]
     if isinstance(selector, str) and selector.startswith(".") and tree.nodes:
-        sites = sites_of_part(tree.nodes[0].module, selector, ports)
-        return [pair for site in sites for pair in _match(tree, site, ports)]
+        ends = {f":{p}" if p[:5] == "grad_" and ":" not in selector else "" for p in ports}
+        root = tree.nodes[0].module
+        return _match(tree, [s for end in ends for s in sites_of_part(root, selector + end)], ports)
     places, query = _find(tree, selector, ports)
     if not places:
         raise SelectionError(explain_no_match(tree, query))

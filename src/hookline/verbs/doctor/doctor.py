@@ -35,6 +35,7 @@ from hookline.verbs.doctor.notes import environment, notes
 from hookline.verbs.doctor.observe import Observations, WeightUses, observe_calls
 from hookline.verbs.doctor.trial_run import run_with_hooks
 from hookline.verbs.shared.model_state import first_lazy_name, restore_after_run
+from hookline.verbs.shared.ports_of_selections import refuse_other_ports
 from hookline.verbs.shared.run_model import Inputs, call, copied, unwrap_lone_tensor
 
 
@@ -86,8 +87,9 @@ def doctor(
     require_model(model, "hl.doctor(model, x)")
     while isinstance(model, DistributedDataParallel):
         model = model.module  # a call of the wrapper would wait for the other processes
+    refuse_other_ports(ports, selector)
     line = Line(model, name="doctor")
-    places, holders = _sites_and_containers(line, selector, check_ports(ports, selector))
+    places, holders = _sites_and_containers(line, selector, check_ports(ports))
     facts = Facts(line.nodes, is_training=model.training)
     selection = Selection(line.module_tree, places)
     _gather_facts(model, inputs, selection, facts)

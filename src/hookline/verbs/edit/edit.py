@@ -32,6 +32,7 @@ from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit import edits
 from hookline.verbs.edit.indices import indices
 from hookline.verbs.edit.steps_and_tokens import Places, SitePlaces
+from hookline.verbs.shared.ports_of_selections import refuse_other_ports
 
 
 def edit(
@@ -130,9 +131,9 @@ def edit(
     )
     line.options.lenient = any(which is None for which, _ in changes)
     line.originals.consequence = _CONSEQUENCE
-    selected = [
-        (line.select(which, ports_for(model, ports, which)), edit) for which, edit in changes
-    ]
+    for which, _ in changes:
+        refuse_other_ports(ports, which)
+    selected = [(line.select(which, ports_for(model, ports)), edit) for which, edit in changes]
     if places.is_limited:
         _refuse_parameters(selection for selection, _ in selected)
     detectors: list[_NoOpDetector] = []

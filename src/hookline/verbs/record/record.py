@@ -44,6 +44,7 @@ from hookline.verbs.record.keep_gradients import KeepGradient, PlainGradTap
 from hookline.verbs.record.to_store import StoreLine, store_line
 from hookline.verbs.shared.enclosing_generate import may_generate, n_beams
 from hookline.verbs.shared.finalizing_line import FinalizingLine
+from hookline.verbs.shared.ports_of_selections import refuse_other_ports
 
 
 @final
@@ -202,7 +203,8 @@ def record(
             With `to=`, a value has no row for each item, or rows of another shape than before.
     """
     check_option_names(record, options, Keep.__annotations__)
-    names = ports_for(model, ports, selector)
+    names = ports_for(model, ports)
+    refuse_other_ports(ports, selector)
     if to is not None:
         options = {"copy": True, **options}
     keeping = checked(options)

@@ -41,6 +41,7 @@ from hookline.statistics.mean_and_std import BLOCK_NUMEL, mean_and_std
 from hookline.util.stopwatch import STOPWATCH
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.finalizing_line import FinalizingLine
+from hookline.verbs.shared.ports_of_selections import refuse_other_ports
 from hookline.verbs.watch.call_times import ClockTap, RunningCalls, TimedCall
 
 
@@ -250,7 +251,8 @@ def watch(
     line = Line(model, name="watch", every_thread=every_thread)
     line.options.lenient = selector is None
     watching = Watch(line, model, file)
-    default_ports = ("output", "grad_output") if ports is None else check_ports(ports, selector)
+    default_ports = ("output", "grad_output") if ports is None else check_ports(ports)
+    refuse_other_ports(ports or default_ports, selector)
     watching.start(line.select(selector, default_ports), optional=ports is None)
     return watching
 
