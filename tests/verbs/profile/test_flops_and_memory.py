@@ -124,6 +124,26 @@ def test_recomputed_flops_have_a_column_of_their_own(reentrant):
     assert prof["stem"].flops.recompute == 0
 
 
+def test_a_backward_inside_a_forward_is_no_recomputation():
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    model = Forces()
+    with hl.profile(model) as prof:
+        for _ in range(2):
+            model(torch.ones(5, 3)).square().sum().backward()
+    energy = 2 * 5 * (3 * 8 + 8)
+    assert prof["energy"].flops.forward == 2 * energy
+    assert prof.total.flops.forward == 2 * (energy + energy)  # the gradient by x takes as many
+    assert prof.total.flops.recompute == 0
+
+
 def test_each_module_has_its_own_flops(net, image):
     counter = FlopCounterMode(display=False)
     with hl.profile(net) as prof:

@@ -124,6 +124,7 @@ class _CallStack:
 
     def __init__(self, top: Context, kind: RunKind, missing: dict[str, list[str]]) -> None:
         self._stack = [top]
+        self._is_again = [False]  # of each on the stack, whether a backward called it
         self._kind = kind
         self._missing = missing
         self._workspaces = {path: iter(sizes) for path, sizes in kind.workspaces.items()}
@@ -142,14 +143,15 @@ class _CallStack:
             self._stack.append(self._owner_in_backward().recomputed_child(path))
         else:
             self._stack.append(above.child(path))
-        is_again = backward_number() != -1
-        self._stack[-1].n_calls[is_again] += self._kind.n_runs
+        self._is_again.append(backward_number() != -1)
+        self._stack[-1].n_calls[self._is_again[-1]] += self._kind.n_runs
         self._note_owner()
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if any(context.path == path for context in self._stack):
             while self._stack.pop().path != path:
                 pass  # a module that raised before its hooks were on
+            del self._is_again[len(self._stack) :]
         self._note_owner()
 
     def _note_owner(self) -> None:
@@ -163,10 +165,11 @@ class _CallStack:
 
     def add_costs(self, flops: int, n_bytes: int) -> None:
         """Charge an operation to the module that runs it."""
-        is_backward = backward_number() != -1
         context, is_inside = self._running_context()
-        phase = (RECOMPUTE if is_backward else FORWARD) if is_inside else BACKWARD
-        times = self._kind.n_backwards if is_backward else self._kind.n_runs
+        phase = (RECOMPUTE if self._is_again[-1] else FORWARD) if is_inside else BACKWARD
+        # A backward that the model's own forward runs is work of this forward.
+        is_forward = is_inside and not self._is_again[1]
+        times = self._kind.n_runs if is_forward else self._kind.n_backwards
         context.flops[phase] += flops * times
         n_bytes += self._kind.kept_inputs
         for above in context.chain:
