@@ -165,6 +165,39 @@ def test_shapes_and_dtypes_that_change(model):
         model(X[:2])  # the last batch may be smaller
 
 
+class Levels(nn.Module):
+    """A small U-Net: its levels share the pooling, and its weights are used at each of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool, self.relu = nn.MaxPool1d(2), nn.ReLU()
+
+    def forward(self, x):
+        high = self.relu(self.pool(x))
+        low = self.relu(self.pool(high) * 1e-6)
+        return high.sum() + low.sum()
+
+
+def test_a_module_is_compared_with_the_same_call_of_other_runs():
+    model, x = Levels(), torch.ones(2, 3, 8)
+    x[:, 1] = 0.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.no_grad(), hl.check(model, also=("shapes", "magnitude", "dead")) as line:
+            for _ in range(9):
+                model(x)
+        assert line.findings == []  # 18 calls are not ten runs
+        with torch.no_grad(), hl.check(model, also=("shapes", "magnitude", "dead")) as line:
+            for _ in range(10):
+                model(x)
+            model(x[:, :, :4])
+    texts = [str(warning.message).split(") ")[1] for warning in caught]
+    assert texts == [
+        *["has changed from float32[:, 3, 4] to float32[:, 3, 2] since the first run."] * 2,
+        "has 1 dead of 3 units (index 1): 0 in all of 11 runs.",
+    ]
+
+
 def test_compiled_code_warns_of_the_same_in_the_same_words(fresh_dynamo):
     model = nn.Sequential(nn.Linear(4, 4), Scaled(), nn.ReLU())
     with torch.no_grad():
@@ -247,12 +280,12 @@ def test_a_unit_alive_in_another_thread_at_once_is_not_dead(monkeypatch):
     habits = unusual_outputs.History(Site("fc"), frozenset({"dead"}), [].append)
     dead, alive = (unusual_outputs.Traits((), torch.tensor([one]), None) for one in (False, True))
     first = Alive()
-    first.meanwhile = Meanwhile(lambda: habits.compare_run(alive, 1), lock)
-    habits.compare_run(unusual_outputs.Traits((), first, None), 0)
-    habits.compare_run(dead, 2)
+    first.meanwhile = Meanwhile(lambda: habits.compare_run(alive, 0, 1), lock)
+    habits.compare_run(unusual_outputs.Traits((), first, None), 0, 0)
+    habits.compare_run(dead, 0, 2)
     first.meanwhile.end()
-    for _ in range(10):
-        habits.compare_run(dead, 2)
+    for step in range(3, 13):
+        habits.compare_run(dead, 0, step)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         habits.judge_dead_units()

@@ -136,14 +136,16 @@ class ForwardChecks:
         # A container's output is a part's, seen already.
         if not self._traits.is_on or not is_single:
             return SplitCallback(see, probe_sum, after)
-        place, reader = len(self._histories), self._traits
+        reader = self._traits
         history = History(site, self._also, self._outcome.add)
         self._histories.append(history)
 
         def note(current: Pass, traits: Traits) -> None:
-            history.compare_run(traits, current.opened[RUN][0].step)
+            call = current.calls.get(history, 0)
+            current.calls[history] = call + 1
+            history.compare_run(traits, call, current.opened[RUN][0].step)
             if traits.extremes is not None:
-                current.opened[_EXTREMES].append((place, traits.extremes))
+                current.opened[_EXTREMES].append((history, call, traits.extremes))
 
         def see_and_note(current: Pass, value: Any) -> None:
             see(current, value)
@@ -178,7 +180,7 @@ class ForwardChecks:
             finding = self._judge_run(run)
             if not current.failed:
                 finding = self._checked.earliest(finding)
-            judge_all(self._histories, current.opened[_EXTREMES], run.step)
+            judge_all(current.opened[_EXTREMES], run.step)
         finally:
             current.opened[_EXTREMES] = []
             if run.start is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, final
 
 import torch
@@ -55,6 +55,14 @@ class Traits(NamedTuple):
     extremes: Tensor | None
 
 
+class _Units(NamedTuple):
+    """Which units were ever not 0, in how many runs, and the number of the last of them."""
+
+    alive: Tensor
+    n_runs: int
+    step: int
+
+
 @final
 class TraitReader:
     """Read the traits of outputs that `also=` asks for; compiled code does it in the graph."""
@@ -94,9 +102,13 @@ class TraitReader:
 
 @final
 class History:
-    """Remember the output of one module in the runs so far, and add what is unusual."""
+    """Remember the output of one module in the runs so far, and add what is unusual.
 
-    __slots__ = ("_add", "_alive", "_checked", "_first", "_kinds", "_n_runs", "_warned", "site")
+    A call is compared with the same call in other runs: a pooling layer that several levels of a
+    U-Net share returns another shape at each of them.
+    """
+
+    __slots__ = ("_add", "_checked", "_first", "_kinds", "_units", "_warned", "site")
 
     def __init__(
         self, site: Site, checked: frozenset[str], add: Callable[[CheckFinding], Any]
@@ -104,58 +116,60 @@ class History:
         self.site: Site = site
         self._checked = checked
         self._add = add
-        self._first: float | None = None
-        self._alive: Tensor | None = None
-        self._n_runs = 0
-        self._kinds: tuple[tuple[torch.dtype, torch.Size], ...] | None = None
+        self._first: dict[int, float] = {}
+        self._units: dict[torch.Size, _Units] = {}
+        self._kinds: dict[int, tuple[tuple[torch.dtype, torch.Size], ...]] = {}
         self._warned: set[str] = set()
 
-    def compare_run(self, traits: Traits, step: int) -> None:
-        """Compare the output of the run of this number with those before."""
+    def compare_run(self, traits: Traits, call: int, step: int) -> None:
+        """Compare the output of a call, in the run of this number, with those before."""
         if "shapes" in self._checked:
-            before, self._kinds = self._kinds, self._kinds or traits.kinds
-            if before is not None and before != traits.kinds:
+            before = self._kinds.setdefault(call, traits.kinds)
+            if before != traits.kinds:
                 was, now = _kinds_text(before), _kinds_text(traits.kinds)
                 text = f"has changed from {was} to {now} since the first run"
                 self._warn_once("shapes", text, step)
         if traits.alive is not None:
-            self._note_alive(traits.alive)
+            self._note_alive(traits.alive, step)
 
-    def _note_alive(self, alive: Tensor) -> None:
+    def _note_alive(self, alive: Tensor, step: int) -> None:
         with _lock:
-            if self._alive is None or self._alive.shape != alive.shape:
-                self._alive, self._n_runs = alive, 1
+            before = self._units.get(alive.shape)
+            if before is None:
+                self._units[alive.shape] = _Units(alive, 1, step)
             else:
-                self._alive, self._n_runs = self._alive | alive, self._n_runs + 1
+                n_runs = before.n_runs + (step != before.step)
+                self._units[alive.shape] = _Units(before.alive | alive, n_runs, step)
 
-    def judge_extremes(self, least: float, greatest: float, step: int) -> None:
-        """Judge the extremes of the output of the run of this number."""
+    def judge_extremes(self, least: float, greatest: float, call: int, step: int) -> None:
+        """Judge the extremes of the output of a call, in the run of this number."""
         largest = max(-least, greatest)
         if "constant" in self._checked and least == greatest:
             self._warn_once("constant", f"is {least + 0.0:.4g} everywhere", step)
         if "magnitude" not in self._checked:
             return
-        if self._first is None and largest > 0:
-            self._first = largest
-        elif self._first is not None:
-            explodes, vanishes = largest > self._first * _FACTOR, largest < self._first / _FACTOR
+        first = self._first.get(call)
+        if first is None and largest > 0:
+            self._first[call] = largest
+        elif first is not None:
+            explodes, vanishes = largest > first * _FACTOR, largest < first / _FACTOR
             if not (explodes or vanishes):
                 return
             verb = "explodes" if explodes else "vanishes"
-            text = f"{verb}: from {self._first:.3g} at most to {largest:.3g}"
+            text = f"{verb}: from {first:.3g} at most to {largest + 0.0:.3g}"
             self._warn_once("magnitude", text, step, key=verb)
 
     def judge_dead_units(self) -> None:
         """Judge the units of all runs together."""
-        if self._alive is None or self._n_runs < _RUNS:
-            return
-        dead = tuple((~self._alive).nonzero().flatten().tolist())
-        if dead:
+        for alive, n_runs, _ in self._units.values():
+            dead = tuple((~alive).nonzero().flatten().tolist())
+            if not dead or n_runs < _RUNS:
+                continue
             indices = listed(dead, _MOST_SAID)
             names = f"{'index' if len(dead) == 1 else 'indices'} {indices}"
-            units = plural(len(self._alive), "unit")
-            text = f"has {len(dead)} dead of {units} ({names}): 0 in all of {self._n_runs} runs"
-            self._warn_once("dead", text, None, units=dead)
+            units = plural(len(alive), "unit")
+            text = f"has {len(dead)} dead of {units} ({names}): 0 in all of {n_runs} runs"
+            self._warn_once("dead", text, None, key=units, units=dead)
 
     def _warn_once(
         self, also: str, text: str, step: int | None, *, key: str = "", units: tuple[int, ...] = ()
@@ -179,15 +193,15 @@ def _kinds_text(kinds: Iterable[tuple[torch.dtype, torch.Size]]) -> str:
     )
 
 
-def judge_all(past: Sequence[History], run_extremes: list[tuple[int, Tensor]], step: int) -> None:
-    """Judge the outputs of the run of this number; one transfer for each device."""
-    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for number, extremes in run_extremes:
-        by_device.setdefault(extremes.device, []).append((number, extremes))
+def judge_all(run_extremes: list[tuple[History, int, Tensor]], step: int) -> None:
+    """Judge the calls of the run of this number by their extremes; one transfer for each device."""
+    by_device: dict[torch.device, list[tuple[History, int, Tensor]]] = {}
+    for entry in run_extremes:
+        by_device.setdefault(entry[2].device, []).append(entry)
     for members in by_device.values():
-        read = torch.stack([extremes for _, extremes in members]).tolist()
-        for (number, _), (least, greatest) in zip(members, read, strict=True):
-            past[number].judge_extremes(least, greatest, step)
+        read = torch.stack([extremes for _, _, extremes in members]).tolist()
+        for (history, call, _), (least, greatest) in zip(members, read, strict=True):
+            history.judge_extremes(least, greatest, call, step)
 
 
 def warn_of_missing_gradients(
