@@ -207,6 +207,33 @@ def test_a_frozen_part_under_no_grad_cuts_nothing(is_frozen, ports, levels):
     assert [finding.level for finding in run.findings() if finding.kind == "cut"] == levels
 
 
+class Spiking(nn.Module):
+    """A spiking layer in a loop over time, whose potential decays after `alive` steps."""
+
+    def __init__(self, alive):
+        super().__init__()
+        self.alive = alive
+        self.charge, self.spike = nn.Linear(4, 16), nn.Threshold(1.5, 0.0)
+
+    def forward(self, x):
+        total = potential = 0.0
+        for step in range(4):
+            potential = (potential + self.charge(x)) * (step < self.alive)
+            total = total + self.spike(potential)
+        return total
+
+
+@pytest.mark.parametrize(("alive", "sites"), [(4, []), (3, ["spike#3"])])
+def test_a_step_of_a_loop_before_the_first_spike_is_not_dead(alive, sites):
+    model = Spiking(alive)
+    nn.init.ones_(model.charge.bias)
+    nn.init.zeros_(model.charge.weight)
+    with hl.record(model) as run:
+        model(torch.ones(2, 4))
+    findings = run.findings()
+    assert [finding.site for finding in findings if finding.kind == "dead"] == sites
+
+
 def test_near_uniform_attention_is_no_outlier():
     weights = torch.full((2, 4, 64, 64), 1 / 64)
     weights[0, 0, 0, 0] += 0.01

@@ -105,10 +105,13 @@ def _overflow_text(first: Reading, source: Reading) -> str:
 
 def dead_outputs(survey: Survey) -> Iterator[Finding]:
     """Name each output that is all zero while what flows into it is not."""
-    own = (r for r in survey.leaf_outputs if not is_pass_through(r.module_type))
+    own = [r for r in survey.leaf_outputs if not is_pass_through(r.module_type)]
+    alive = {survey.place_in_loop(r): r.call for r in own if not r.numbers.is_zero}
     zero = [r for r in own if r.numbers.is_zero and r.numbers.numel > _LEAST_NUMEL]
     meant = []
     for reading in zero:
+        if alive.get(survey.place_in_loop(reading), -1) > reading.call:
+            continue  # a step of a loop, such as one before the first spike
         source = survey.input_by_id.get(id(reading))
         if source is not None and source.numbers.is_zero:
             continue

@@ -88,6 +88,23 @@ class Survey:
             previous = reading
         return earlier
 
+    def place_in_loop(self, reading: Reading) -> tuple[str, str, str]:
+        """Return what the steps of a loop have in common: the site, and the module before it.
+
+        A layer that a model calls at several places, such as an activation, follows several.
+        """
+        return reading.path, reading.leaf, self._path_before[id(reading)]
+
+    @functools.cached_property
+    def _path_before(self) -> dict[int, str]:
+        """Map the identity of each leaf's reading to the path of the leaf that fired before."""
+        before, paths = dict[int, str](), [""]
+        for reading in self.leaf_outputs:
+            if reading.path != paths[-1]:
+                paths.append(reading.path)
+            before[id(reading)] = paths[-2]
+        return before
+
     @functools.cached_property
     def series(self) -> list[list[Reading]]:
         """Groups of leaf outputs at the same place of repeated blocks, three or more, in order."""
