@@ -234,6 +234,21 @@ def test_a_step_of_a_loop_before_the_first_spike_is_not_dead(alive, sites):
     assert [finding.site for finding in findings if finding.kind == "dead"] == sites
 
 
+def test_weights_that_modules_tie_on_purpose_are_a_note():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    model[2].weight, model[2].bias = model[0].weight, model[0].bias
+    with hl.record(model, ports=("output", "grad")) as run:
+        model(torch.randn(64, 8)).sum().backward()
+    (finding,) = [finding for finding in run.findings() if finding.kind == "shared"]
+    assert (finding.level, finding.site) == ("note", "0.weight")
+    assert finding.text == "0.weight is also 2.weight: one weight of 2 modules."
+    assert finding.why == "Modules of their own share 2 weights."
+    model[2] = model[0]
+    with hl.record(model, ports="grad") as run:
+        model(torch.randn(64, 8)).sum().backward()
+    assert {f.level for f in run.findings() if f.kind == "shared"} == {"warning"}
+
+
 def test_near_uniform_attention_is_no_outlier():
     weights = torch.full((2, 4, 64, 64), 1 / 64)
     weights[0, 0, 0, 0] += 0.01

@@ -260,7 +260,11 @@ def equal_outputs(survey: Survey) -> Iterator[Finding]:
 
 
 def shared_modules(survey: Survey) -> Iterator[Finding]:
-    """Name a module with weights that stands at the same place of several blocks."""
+    """Name a module with weights that stands at the same place of several blocks.
+
+    Weights that modules of their own share are a note: a model ties them on purpose.
+    """
+    tied: list[tuple[str, tuple[str, ...]]] = []
     for path, others in survey.aliases.items():
         kind, template = survey.modules.get(path, ""), template_of(path)
         if is_pass_through(kind) or is_activation(kind) or "Pool" in kind or "#" not in template:
@@ -268,11 +272,20 @@ def shared_modules(survey: Survey) -> Iterator[Finding]:
         same = tuple(other for other in others if template_of(other) == template and other != path)
         if not same or _is_inside_alias(path, survey.aliases):
             continue
+        if not kind and all(other.rpartition(".")[0] in survey.modules for other in same):
+            tied.append((path, same))
+            continue
         n, names = len(same) + 1, listed(same, _MOST_NAMED)
         text, number = f"{path} is also {names}: one module in place of {n}.", f"{n} paths"
         why = "Its calls share all weights."
         advice = "If it is a mistake, build each block anew, or copy.deepcopy it."
         yield Finding("shared", text, path, "warning", number, why, advice, same)
+    if tied:
+        path, same = tied[0]
+        text = f"{path} is also {listed(same, _MOST_NAMED)}: one weight of {len(same) + 1} modules."
+        why = f"Modules of their own share {plural(len(tied), 'weight')}."
+        sites = (*same, *(other for other, _ in tied[1:]))
+        yield Finding("shared", text, path, "note", f"{len(same) + 1} paths", why, follows=sites)
 
 
 def _is_inside_alias(path: str, aliases: Iterable[str]) -> bool:
