@@ -295,3 +295,32 @@ def test_gradients_of_parameters_are_over_the_same_tokens(gpt2):
     assert (fewer.verdict, fewer.why) == (
         "not comparable", "a gradient over other tokens in a than in b"
     )  # fmt: skip
+
+
+class Graph(nn.Module):
+    """A layer of a graph network, whose adjacency may be of any kind of tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, nodes, edges):
+        return (edges.dequantize() if edges.is_quantized else edges) @ self.lin(nodes)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        lambda dense: torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
+    ],
+    ids=["sparse", "CSR", "quantised"],
+)
+def test_inputs_without_rows_to_read_hinder_no_comparison(make):
+    net, nodes = Graph(), torch.randn(3, 4)
+    graphs = [{"nodes": nodes, "edges": make(torch.eye(3) * k)} for k in (1, 1, 2)]
+    first, again, other = (recorded(net, graph) for graph in graphs)
+    assert hl.compare(again, first).counts["identical"] == 4
+    assert hl.compare(other, first).first.site == "(root):input.edges"

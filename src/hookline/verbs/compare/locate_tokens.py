@@ -198,7 +198,7 @@ class _Reader:
     def _row_grid(self, inputs: Mapping[str, Any]) -> Grid:
         """Return the grid of inputs without tokens: a row an item."""
         parts = tree.tensors(dict(inputs))
-        tensors = [tensor for _, tensor in parts if tensor.ndim and has_numbers(tensor)]
+        tensors = [tensor for _, tensor in parts if _has_rows(tensor)]
         if not tensors:
             raise Unreadable(f"the inputs hold no tensor with rows.\n{_RECORD}")
         n_rows = len(tensors[0])
@@ -288,6 +288,12 @@ def _sequence_of_rows(owner: Tensor) -> Tensor:
     most = owner.amax(1) if owner.shape[1] else owner.new_full((len(owner),), -1)
     is_only = ((owner == most[:, None]) | (owner == -1)).all(1)
     return torch.where(is_only, most, -1)
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    """Tell whether a tensor has rows that can be read: it is not sparse, quantised or nested."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and not tensor.is_quantized and tensor.ndim > 0 and has_numbers(tensor)
 
 
 def _digest(tensor: Tensor) -> str:
