@@ -198,6 +198,25 @@ def test_channels_may_be_last():
     torch.testing.assert_close(last.raw["swap"], first.raw["conv"])
 
 
+class TwoHeads(Last):
+    """A segmentation, whose auxiliary head runs last."""
+
+    def __init__(self):
+        super().__init__()
+        self.classifier, self.aux = nn.Conv2d(8, 3, 1), nn.Conv2d(8, 3, 1)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return {"out": self.classifier(x), "aux": self.aux(x)}
+
+
+@pytest.mark.parametrize(("head", "layer"), [("out", "classifier"), ("aux", "aux")])
+def test_the_layer_is_the_last_of_the_output_that_scores(head, layer):
+    torch.manual_seed(0)
+    model, x = TwoHeads(), torch.randn(2, 3, 8, 8)
+    assert hl.cam(model, x, target=lambda out: out[head][:, 1].sum((1, 2))).layers == (layer,)
+
+
 class Pairs(nn.Module):
     """A layer that returns a tuple, one that runs twice, and one that never runs."""
 

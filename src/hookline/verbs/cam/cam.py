@@ -79,8 +79,9 @@ def cam(
             tensor is this tensor, unless the model takes the list.
         layer: the layers whose outputs make the maps, as in `hl.select`; several are averaged. None
             is the last layer that returns maps; `layers` of the result names it. A vision
-            transformer may compute the score from its class token alone. Then None is the last
-            layer at which the tokens of the patches get a gradient from the score.
+            transformer may compute the score from its class token alone, and a model of several
+            outputs without its auxiliary head. Then None is the last layer at which the maps, or
+            the tokens of the patches, get a gradient from the score.
         target: the number of a class; a number for each image; None for each image's highest
             class; or a function of the model's output that returns one number an image, or one
             number.

@@ -119,10 +119,11 @@ def last_spatial_layer(
 ) -> Site:
     """Find the last layer, in the order of their calls, that returns maps.
 
-    After the last attention of a vision transformer, the class token alone may count. Then no
-    gradient reaches the patches there, and the result is the last layer through whose patches the
-    score flows. The projections of an attention (Linear layers) are left out, because they hold
-    parts of tokens.
+    After the last attention of a vision transformer, the class token alone may count, and of a
+    model with several outputs, the last layer may belong to another one than the score, such as an
+    auxiliary head. Then no gradient reaches it, and the result is the last layer through whose
+    patches the score flows. The projections of an attention (Linear layers) are left out, because
+    they hold parts of tokens.
 
     Args:
         run: runs the model and returns its output.
@@ -132,7 +133,7 @@ def last_spatial_layer(
         SelectionError: no layer returns maps.
     """
     with recording_line(model, list(select(model)), ("output",), keep=_as_meta) as shapes:
-        run()
+        has_several = len(tree.distinct(run())) > 1
     candidates = _spatial_outputs(shapes, n_images, size, channels_of(model))
     if not candidates:
         raise SelectionError(
@@ -142,19 +143,23 @@ def last_spatial_layer(
             " from its output to maps."
         )
     last, last_grid = candidates[-1]
-    if last_grid.form != "tokens" or flow_back is None:
+    has_tokens = last_grid.form == "tokens"
+    if flow_back is None or not (has_tokens or has_several):
         return last
-    tokens = [
-        site for site, grid in candidates if grid == last_grid and site.module_type != "Linear"
-    ]
+    if has_tokens:
+        candidates = [
+            (site, grid) for site, grid in candidates
+            if grid == last_grid and site.module_type != "Linear"
+        ]  # fmt: skip
+    sites = [site for site, _ in candidates]
 
     def reaches_patches(grad: Tensor) -> Tensor:
-        return grad[:, last_grid.n_prefix :].any()
+        return (grad[:, last_grid.n_prefix :] if has_tokens else grad).any()
 
-    with recording_line(model, tokens, ("grad_output",), keep=reaches_patches) as back:
+    with recording_line(model, sites, ("grad_output",), keep=reaches_patches) as back:
         flow_back(run())
     # The gradient is None where none has arrived.
-    return next((site for site in reversed(tokens) if recorded_gradient(back, site)), last)
+    return next((site for site in reversed(sites) if recorded_gradient(back, site)), last)
 
 
 def recorded_gradient(run: Recording, site: Site) -> Any:
