@@ -1292,3 +1292,16 @@ def test_contributions_that_are_not_all_are_refused(kind, reason):
         model(torch.randint(50, (2, 6)))
     with pytest.raises(hl.SelectionError, match=reason):
         parts.contributions(run, 0)
+
+
+def test_a_config_without_a_size_of_pictures_asks_for_an_input():
+    transformers = pytest.importorskip("transformers")
+
+    class Segmenter(nn.Module):
+        main_input_name, config = "pixel_values", transformers.SegformerConfig()
+
+        def forward(self, pixel_values):
+            return pixel_values
+
+    with pytest.raises(hl.InputError, match=r"given an input: .*\nWrite hl.anatomy\(model, x\)"):
+        hl.anatomy(Segmenter())

@@ -87,11 +87,11 @@ def _picture_size(model: nn.Module) -> tuple[int, ...] | None:
     if isinstance(timm, Mapping) and "input_size" in timm:
         return tuple(timm["input_size"])
     config = getattr(model, "config", None)
-    if getattr(model, "main_input_name", "") != "pixel_values" or config is None:
-        return None
-    side = config.image_size
+    side, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if getattr(model, "main_input_name", "") != "pixel_values" or not side or not channels:
+        return None  # it takes none, or pictures of any size, as DETR does
     height, width = (side, side) if isinstance(side, int) else side
-    return config.num_channels, height, width
+    return channels, height, width
 
 
 def _perturb_unless_mask(tensor: Tensor) -> Tensor:
