@@ -144,6 +144,9 @@ def record(
     through this module count; inside a list, dict or object argument its gradient is None. A view
     among tensors by name has no gradient if it or its base is written to later.
 
+    Recording changes no bit of the model's gradients, but for such a leaf, as of `spectral_norm`:
+    autograd sums its gradient module call by module call, which may round otherwise.
+
         >>> with hl.record(model, nn.ReLU, ports=("output", "grad_output")) as run:
         ...     model(torch.zeros(4, 2)).sum().backward()
         >>> run["1:grad_output"].shape
