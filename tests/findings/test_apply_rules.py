@@ -249,6 +249,27 @@ def test_weights_that_modules_tie_on_purpose_are_a_note():
     assert {f.level for f in run.findings() if f.kind == "shared"} == {"warning"}
 
 
+class Heads(nn.Module):
+    """Several heads, of which a slice leaves the first one out, as SAM does with its masks."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        return torch.stack([head(x) for head in self.heads])[1:]
+
+
+def test_a_gradient_of_zeros_is_not_laid_to_requires_grad():
+    model = Heads()
+    with hl.record(model, ports=("output", "grad")) as run:
+        model(torch.randn(4, 8)).square().sum().backward()
+    (finding,) = [finding for finding in run.findings() if finding.kind == "frozen"]
+    assert finding.site == "heads.0.bias:grad"
+    assert finding.why == "Its gradient is all zero."
+    assert finding.advice == "Look at what uses heads.0, such as a slice, and at its input."
+
+
 def test_near_uniform_attention_is_no_outlier():
     weights = torch.full((2, 4, 64, 64), 1 / 64)
     weights[0, 0, 0, 0] += 0.01

@@ -117,6 +117,8 @@ def frozen_parameters(survey: Survey, is_blamed: bool) -> Iterator[Finding]:
     path, why = odd[0]
     text, why = f"{path} gets no gradient, unlike its siblings.", f"{why.capitalize()}."
     advice = "Look at requires_grad, and for no_grad()."
+    if any(reading.path == path for reading in is_zero):
+        advice = f"Look at what uses {path.rpartition('.')[0]}, such as a slice, and at its input."
     site, *others = (f"{other}:grad" for other, _ in odd)
     yield Finding("frozen", text, site, "warning", "no gradient", why, advice, tuple(others))
 
