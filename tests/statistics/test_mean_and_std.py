@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hookline.statistics.mean_and_std import mean_and_std
+from hookline.statistics.value_statistics import mean_and_std
 from hookline.views import site_statistics
 from thoroughness import examples
 

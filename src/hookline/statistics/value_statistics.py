@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -16,9 +17,7 @@ from hookline.display.text import torch_name
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
-from hookline.statistics.equal_bins import count_in_equal_bins
 from hookline.statistics.flat_numbers import float64_chunks
-from hookline.statistics.mean_and_std import BLOCK_NUMEL, mean_and_std
 from hookline.statistics.moments import Moments
 from hookline.statistics.moments_statistic import measure_moments
 
@@ -32,6 +31,12 @@ _SMALL = 1e-290
 
 # Below this share of the mean, sums of squares give fewer than eight digits of the deviation.
 _COARSE = 1e-4
+
+BLOCK_NUMEL = 2**16  # elements whose float64 copy, of 512 KiB, stays in a core's cache
+
+_EPS = float(np.finfo(np.float64).eps)
+_MOST_BLUR = 0.01
+_MOST_CLOSE = 4096  # numbers of a block; for more, NumPy takes less time
 
 
 @final
@@ -161,6 +166,31 @@ def _mean_and_std(tensor: Tensor, moments: Moments) -> tuple[float, float]:
     return mean * scale, std * scale
 
 
+def mean_and_std(parts: Iterable[Tensor]) -> tuple[float, float]:
+    """Compute the mean and the standard deviation of all numbers, with their count as divisor.
+
+    `Moments` gives both from sums of powers. This way, by deviations from the mean, is exact also
+    where the deviation is small beside the mean. It is faster, where nothing else is asked.
+
+    Args:
+        parts: flat tensors of float64. None of them is empty.
+
+    Returns:
+        Both; NaN without parts. Where a number is NaN or infinite, neither is finite.
+    """
+    count, total_mean, squares = 0, 0.0, 0.0
+    for part in parts:
+        n, mean = len(part), part.mean().item()
+        deviations = part - mean
+        # Merge two means and two sums of squared deviations (Chan, Golub and LeVeque).
+        apart = mean - total_mean
+        between = apart * apart * (count * n / (count + n))
+        squares += torch.dot(deviations, deviations).item() + between
+        count += n
+        total_mean += apart * (n / count)
+    return (total_mean, math.sqrt(squares / count)) if count else (math.nan, math.nan)
+
+
 def histogram_and_statistics(tensor: Tensor, bins: int) -> tuple[Array, Array, Statistics]:
     """Count the elements in equal bins from the smallest to the largest finite element.
 
@@ -189,6 +219,52 @@ def histogram_and_statistics(tensor: Tensor, bins: int) -> tuple[Array, Array, S
         counts += count_in_equal_bins((flat * factor if factor != 1 else flat).numpy(), edges)
     edges /= factor
     return counts, edges, statistics
+
+
+def count_in_equal_bins(numbers: NDArray[Any], edges: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Count numbers in bins, each from its lower edge on; the last one with its upper edge.
+
+    `numpy.histogram` counts the same, in twice the time.
+
+        >>> edges = np.linspace(0.0, 1.0, 5)
+        >>> count_in_equal_bins(np.array([0.0, 0.1, 0.25, 1.0]), edges).tolist()
+        [2, 1, 0, 1]
+
+    Args:
+        numbers: finite numbers from the first edge to the last, shape `(numbers,)`.
+        edges: the edges of equal bins, ascending, shape `(bins + 1,)`.
+
+    Returns:
+        The counts, shape `(bins,)`.
+    """
+    n, low, width = len(edges) - 1, edges[0], edges[-1] - edges[0]
+    # How far rounding may move a number, in bins. This close to an edge, the edge itself decides.
+    blur = 8 * _EPS * n * (1 + max(abs(low), abs(edges[-1])) / width)
+    if not blur < _MOST_BLUR:
+        places = np.searchsorted(edges[1:-1], numbers, side="right")
+        return np.bincount(places, minlength=n)
+    counts = np.zeros(n, np.int64)
+    for start in range(0, len(numbers), BLOCK_NUMEL):
+        block = numbers[start : start + BLOCK_NUMEL]
+        places = block.astype(np.float64)
+        places -= low
+        places *= n / width
+        bins = places.astype(np.intp)
+        np.minimum(bins, n - 1, out=bins)
+        nearest = np.rint(places)
+        places -= nearest
+        # At the first edge, where the zeros of a ReLU are, there is one bin alone.
+        is_close = (np.abs(places, out=places) <= blur) & (nearest > 0)
+        n_close = np.count_nonzero(is_close)
+        if n_close > _MOST_CLOSE:
+            counts += np.histogram(block, n, (low, edges[-1]))[0]
+            continue
+        if n_close:
+            above = nearest[is_close].astype(np.intp)
+            above -= block[is_close] < edges[above]
+            bins[is_close] = above.clip(0, n - 1)
+        counts += np.bincount(bins, minlength=n)
+    return counts
 
 
 def axis_range_around(number: float) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from torch import nn
 import hookline as hl
 from alive import Alive
 from hookline.engine.attention import pattern
-from hookline.statistics.mean_and_std import BLOCK_NUMEL
+from hookline.statistics.value_statistics import BLOCK_NUMEL
 
 TOKENS = 1024
 BLOCK = 1 << 17  # scores, so 128 queries

@@ -37,7 +37,7 @@ from hookline.engine import (
     unwrap_all_transforms,
 )
 from hookline.engine.pytree import describe, tree
-from hookline.statistics.mean_and_std import BLOCK_NUMEL, mean_and_std
+from hookline.statistics.value_statistics import BLOCK_NUMEL, mean_and_std
 from hookline.util.stopwatch import STOPWATCH
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.finalizing_line import FinalizingLine
