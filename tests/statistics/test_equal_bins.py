@@ -5,8 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hookline.statistics import value_statistics
-from hookline.statistics.value_statistics import count_in_equal_bins
+from hookline.statistics.value_statistics import BLOCK_NUMEL, count_in_equal_bins
 
 N_BINS = st.sampled_from([1, 2, 3, 7, 24, 48, 100])
 DTYPES = st.sampled_from(["float16", "float32", "float64", "int64"])
@@ -39,7 +38,7 @@ def test_counts_of_numbers_on_edges_are_numpys(scale, offset, n_bins):
 
 @pytest.mark.parametrize("kind", ["normal", "with zeros at the first edge", "all on an edge"])
 def test_blocks_add_up(kind):
-    array = np.random.default_rng(0).standard_normal(3 * value_statistics.BLOCK_NUMEL + 5).astype(np.float32)
+    array = np.random.default_rng(0).standard_normal(3 * BLOCK_NUMEL + 5).astype(np.float32)
     low, high = np.float64(array.min()), np.float64(array.max())
     if kind == "with zeros at the first edge":
         array, low = np.maximum(array, 0), np.float64(0)

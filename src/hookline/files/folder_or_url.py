@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from hookline.display.text import first_line, type_and_line
 from hookline.errors import FolderError
 from hookline.files.folder_lock import FolderLock, flock, is_at
-from hookline.files.mapped_file import FileState, MappedFile, file_state
-from hookline.files.open_regular import open_regular, sync
+from hookline.files.open_regular import FileState, MappedFile, file_state, open_regular, sync
 from hookline.files.unreadable_or_damaged import UnreadableError
 
 _PART = ".part"

@@ -1,10 +1,14 @@
-"""Open files for reading only if they are regular, and sync them to disk."""
+"""Open and map files only if they are regular, and sync them to disk."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import stat
 from pathlib import Path
+from typing import final
+
+FileState = tuple[int, ...]
 
 
 def open_regular(path: Path) -> int:
@@ -35,3 +39,39 @@ def sync(path: Path) -> None:
 def is_deleted(file: int) -> bool:
     """Tell whether no folder has an open file any more. A file that was moved is not deleted."""
     return os.fstat(file).st_nlink == 0
+
+
+@final
+class MappedFile:
+    """A memory-mapped file. What is written to the parts that are read never reaches the file."""
+
+    __slots__ = ("_bytes", "_map", "_path", "name", "size", "state")
+
+    def __init__(self, path: Path) -> None:
+        handle = open_regular(path)
+        try:
+            self.state: FileState | None = file_state(os.fstat(handle))
+            # A private mapping: a write to it does not reach the file.
+            self._map = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(handle)
+        self._bytes = memoryview(self._map)
+        self._path = path
+        self.name: str = path.name
+        self.size: int = len(self._map)
+
+    def read_range(self, start: int, stop: int) -> memoryview:
+        """Return a range of the mapping."""
+        return self._bytes[start:stop]
+
+    def is_current(self) -> bool:
+        """Return whether the file is unchanged since it was opened."""
+        try:
+            return file_state(os.stat(self._path)) == self.state
+        except OSError:  # moved or deleted: the mapping stays valid unless the file was truncated
+            return self._map.size() == self.size
+
+
+def file_state(status: os.stat_result) -> FileState:
+    """Return a file's device, inode, size and modification time."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

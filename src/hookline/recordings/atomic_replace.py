@@ -23,7 +23,7 @@ from hookline.display.text import first_line, listed
 from hookline.errors import FolderError
 from hookline.files.folder_lock import flock
 from hookline.files.folder_or_url import LocalPlace, Place, place_of
-from hookline.files.mapped_file import FileState
+from hookline.files.open_regular import FileState
 from hookline.files.sealed_json import MANIFEST, FolderFormat
 
 RECORDING = FolderFormat("hookline-recording", 2, "a recording", "run.save(...)", "record it again")

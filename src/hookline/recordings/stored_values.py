@@ -15,7 +15,7 @@ from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.errors import FolderError, OverwrittenError
 from hookline.files.folder_or_url import Place
-from hookline.files.mapped_file import FileState
+from hookline.files.open_regular import FileState
 from hookline.files.safetensors_file import TensorFile
 from hookline.files.unreadable_or_damaged import DAMAGE, UnreadableError, read_errors
 from hookline.recordings.encoding import StoreTensor, decode, holds_shard, rename_tensors
