@@ -14,11 +14,12 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from hookline.data.buffer_pool import BufferPool
-from hookline.data.fingerprints import N_SAMPLES, WHOLE_BYTES, bytes_of, spread_indices
+from hookline.data.fingerprints import N_SAMPLES, WHOLE_BYTES, spread_indices
 from hookline.data.indexed_source import RawBatch
 from hookline.display.text import listed, torch_name
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
+from hookline.files.safetensors_file import bytes_of
 
 _PIECE_BYTES = 8 * 1024**2
 

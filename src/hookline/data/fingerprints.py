@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128
 
-from hookline.files.safetensors_file import flat_bytes
+from hookline.files.safetensors_file import bytes_of
 
 # Up to here all bytes are read. A larger array or file is sampled.
 WHOLE_BYTES = 64 * 1024**2
@@ -62,13 +61,6 @@ def _encode_parts(value: Any) -> Iterator[Any]:
         yield f"{type(value).__name__} {value!r}".encode("utf-8", "backslashreplace")
     else:
         yield f"object {type(value).__qualname__}".encode()
-
-
-def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a dense tensor, copied where they are not contiguous on the CPU."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data: NDArray[np.uint8] = flat_bytes(plain).numpy()
-    return data
 
 
 def spread_indices(length: int, most: int) -> list[int]:

@@ -15,7 +15,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.errors import OverwrittenError
@@ -62,7 +64,7 @@ def encode_tensors(tensors: Sequence[Tensor]) -> tuple[Iterator[Any], list[str]]
     def buffers() -> Iterator[Any]:
         yield head
         for number in order:
-            data = _bytes_of(tensors[number])
+            data = _memory_of(tensors[number])
             sums[1 + number] = checksum(data)
             yield data
 
@@ -91,7 +93,14 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a dense tensor, copied where they are not contiguous on the CPU."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data: NDArray[np.uint8] = flat_bytes(plain).numpy()
+    return data
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
     if tensor.dtype not in IN_NUMPY:
         tensor = flat_bytes(tensor)
     return tensor.numpy().data

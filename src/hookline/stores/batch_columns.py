@@ -241,10 +241,7 @@ def _form_change_text(name: str, before: ColumnForm | None, form: ColumnForm) ->
     remedy = "Give keep= a function that makes rows of one shape."
     if before.shape != form.shape and before.dtype == form.dtype:
         remedy += " If its rows are tokens, give mask=, the key of the mask in the batch."
-    return (
-        f"{name} must have rows of {list(before.shape)} {before.dtype} an {before.per}, as in the"
-        f" first batch, got {list(form.shape)} {form.dtype} an {form.per}.\n{remedy}"
-    )
+    return f"{name} must have rows of {before}, as in the first batch, got {form}.\n{remedy}"
 
 
 @final

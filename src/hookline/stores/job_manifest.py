@@ -12,7 +12,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any, final
@@ -75,15 +75,6 @@ class Job:
         """The number of shards; None for data without a length."""
         return None if self.n_batches is None else -(-self.n_batches // self.shard_batches)
 
-    def with_plan(
-        self,
-        shard_batches: int,
-        columns: Sequence[ColumnForm],
-        first_batch: Mapping[str, Any] | None = None,
-    ) -> Job:
-        """Return the job with the plan that the first batch has shown."""
-        return replace(self, shard_batches=shard_batches, columns=columns, first_batch=first_batch)
-
     @property
     def digest(self) -> str:
         """Return a checksum of the job, by which its shards are told from those of another.
@@ -101,11 +92,10 @@ class Job:
 
     def as_json(self) -> dict[str, Any]:
         """Return the job as the manifest holds it."""
-        row = {**asdict(self), "columns": [column.as_json() for column in self.columns]}
+        row: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # lists, no tuples
         if self.first_batch is None:
             del row["first_batch"]
-        row_as_read: dict[str, Any] = json.loads(json.dumps(row))  # lists, no tuples
-        return row_as_read
+        return row
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Job:
@@ -136,7 +126,7 @@ class Job:
         """Name the columns whose form differs from that in a store."""
         forms, stored = ({form.name: form for form in job.columns} for job in (self, other))
         return [
-            _difference_text(name, _form_text(stored.get(name)), _form_text(forms.get(name)))
+            _difference_text(name, str(stored.get(name, "none")), str(forms.get(name, "none")))
             for name in {**stored, **forms}
             if forms.get(name) != stored.get(name)
         ]
@@ -177,10 +167,6 @@ def batches_per_shard(chunk: Chunk, shard_bytes: int) -> int:
     """Return how many batches like this one a shard holds: it depends on nothing else."""
     n_bytes = sum(tensor.nbytes for tensor in chunk.columns.values())
     return max(1, shard_bytes // max(n_bytes, 1))
-
-
-def _form_text(form: ColumnForm | None) -> str:
-    return "none" if form is None else f"{list(form.shape)} {form.dtype} an {form.per}"
 
 
 def _difference_text(name: str, was: Any, now: Any) -> str:

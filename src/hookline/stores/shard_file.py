@@ -31,7 +31,7 @@ from hookline.files.safetensors_file import (
     DTYPE_NAMES,
     DTYPES,
     IN_NUMPY,
-    flat_bytes,
+    bytes_of,
     frame_header,
     header_end,
 )
@@ -68,13 +68,12 @@ class ColumnForm:
     shape: tuple[int, ...]
     per: Literal["item", "token"]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the form as the manifest holds it."""
-        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "per": self.per}
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype} an {self.per}"
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> ColumnForm:
-        """Read what `as_json` made."""
+        """Read a form as the manifest holds it."""
         return ColumnForm(row["name"], row["dtype"], tuple(row["shape"]), row["per"])
 
     @property
@@ -180,7 +179,7 @@ def encode(number: int, chunks: Sequence[Chunk], job_digest: str = "") -> tuple[
     sums: dict[str, str] = {}
     end = 0
     for name in names:
-        first, data = parts[name][0], [_bytes_of(tensor) for tensor in parts[name]]
+        first, data = parts[name][0], list(map(bytes_of, parts[name]))
         digest, start = xxh3_128(), end
         for piece in data:
             digest.update(piece.data)
@@ -308,11 +307,6 @@ def numpy_dtype(dtype: torch.dtype) -> Any:
 def as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
     """Return an array as a tensor that shares its memory, in the dtype that its bytes are of."""
     return torch.from_numpy(array).view(dtype)
-
-
-def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    data: NDArray[np.uint8] = flat_bytes(tensor.contiguous()).numpy()
-    return data
 
 
 def _moments(tensors: Sequence[Tensor]) -> Moments:

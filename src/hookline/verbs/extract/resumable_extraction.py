@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar, final
 
 from torch import nn
@@ -167,7 +168,8 @@ class Extraction:
         n_batches = batches_per_shard(chunk, self._options.get("shard_bytes", SHARD_BYTES))
         self._batch_bytes = sum(tensor.nbytes for tensor in chunk.columns.values())
         values = self._worker.summary(chunk)
-        self._job = self._job.with_plan(n_batches, tuple(forms.values()), values)
+        columns = tuple(forms.values())
+        self._job = replace(self._job, shard_batches=n_batches, columns=columns, first_batch=values)
         return values
 
     def _compare_values(self, summaries: list[dict[str, Any]]) -> None:
@@ -334,8 +336,8 @@ class Extraction:
             pulse.beat()
             try:
                 shard = read_shard(self._place, name, verify=True)
-                sees_backward = (shard.number, shard.job) == (number_of(name), digest)
-                if not sees_backward or not self._has_own_batches(shard):
+                is_named_so = (shard.number, shard.job) == (number_of(name), digest)
+                if not is_named_so or not self._has_own_batches(shard):
                     raise DamagedError("it must hold the batches of its number, of this job")
             except FileNotFoundError:
                 return  # it went away meanwhile, and is made again

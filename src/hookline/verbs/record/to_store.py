@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Never, final
 
 import torch
@@ -212,7 +213,7 @@ class StoreSink:
         if self._forms is None:
             self._forms = forms
             n_passes = batches_per_shard(chunk, SHARD_BYTES)
-            self._job = self._job.with_plan(n_passes, tuple(forms.values()))
+            self._job = replace(self._job, shard_batches=n_passes, columns=tuple(forms.values()))
             write_manifest(self.place, self._job.as_json(), origin_here())
         self._n_passes += 1
         self._n_items += n_items
