@@ -368,6 +368,12 @@ def start_iterator(data: Iterable[Any]) -> Iterator[Any]:
         return iter(data)
 
 
+def are_texts(data: Any) -> bool:
+    """Tell whether a batch is texts that nothing has tokenized."""
+    is_sequence = isinstance(data, list | tuple)
+    return is_sequence and bool(data) and all(isinstance(text, str) for text in data)
+
+
 def _as_it_is(loaded: Any) -> Any:
     return loaded
 
@@ -383,8 +389,7 @@ def _check_first_dimension(loaded: RawBatch, fix: str) -> None:
         InputError: no tensor has as many rows as there are items.
     """
     n_items = len(loaded.items)
-    data = loaded.data
-    if isinstance(data, list | tuple) and data and all(isinstance(part, str) for part in data):
+    if are_texts(loaded.data):
         fix = "Give tokenize=, such as the tokenizer of the model, which makes tensors of texts."
     if not any(tensor.dim() and tensor.shape[0] == n_items for _, tensor in tensors(loaded.data)):
         raise InputError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, final
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.data.data_source import NumberedBatch
-from hookline.data.indexed_source import DataSetError, Failure, start_iterator
+from hookline.data.indexed_source import DataSetError, Failure, are_texts, start_iterator
 from hookline.data.seeding import seeded
 from hookline.data.texts import text_or_data
 from hookline.engine.pytree import describe
@@ -136,13 +136,9 @@ class IterableSource:
         data = next(self._rest)
         if self._tokenize is not None:
             texts = text_or_data(data)
-            if isinstance(texts, list | tuple) and _are_texts(texts):
+            if are_texts(texts):
                 return self._tokenize(list(texts))
         return data
-
-
-def _are_texts(data: Sequence[Any]) -> bool:
-    return bool(data) and all(isinstance(text, str) for text in data)
 
 
 def _n_items(data: Any, number: int) -> int:

@@ -11,8 +11,7 @@ from hookline.data.arrays import array_items
 from hookline.data.data_source import LoadOptions
 from hookline.data.huggingface import HuggingFaceItems, is_huggingface_folder
 from hookline.data.indexed_source import Items
-from hookline.data.parquet_texts import ParquetTexts
-from hookline.data.texts import FileLines, TextItems, Texts, as_tokenizer
+from hookline.data.texts import FileLines, ParquetTexts, TextItems, Texts, as_tokenizer
 from hookline.errors import InputError
 from hookline.util.local_paths import is_file, is_folder, is_special, names_in, printable
 
