@@ -25,6 +25,7 @@ from hookline.engine import (
     gather_full,
     gather_json,
     is_dtensor,
+    layout_json,
     local_part,
     note_failure,
     ranks_of,
@@ -32,16 +33,15 @@ from hookline.engine import (
 )
 from hookline.errors import AmbiguousError, HooklineError, RanksError
 from hookline.files.safetensors_file import flat_bytes
-from hookline.recordings.compare_dtensor_replicas import (
-    fingerprint_replica,
-    fingerprint_replicas,
-    warn_of_unequal_replicas,
-)
 from hookline.recordings.join_dtensor_parts import (
+    Layout,
     Part,
+    ReplicaFingerprint,
+    fingerprint_replica,
     guess_layout_text,
     join_each_replica,
     join_parts,
+    warn_of_unequal_replicas,
 )
 from hookline.recordings.match_rank_values import (
     COMBINED,
@@ -99,7 +99,7 @@ class Collective:
             "sites": [str(site) for site in self.sites],
             "error": None if error is None else _error_text(error),
             "nodes": value.nodes,
-            "copies": fingerprint_replicas(value.tensors) if compares_copies else [],
+            "copies": list(map(_fingerprint_copy, value.tensors)) if compares_copies else [],
         }
         answers = gather_json(self.question, answer, ranks, self.timeout, is_of_a_step=True)
         if error is not None and not isinstance(error, HooklineError):
@@ -141,6 +141,11 @@ class Collective:
     def wait(self, work: Any) -> None:
         """Wait for a collective."""
         work.wait(timedelta(seconds=self.timeout))
+
+
+def _fingerprint_copy(tensor: Tensor) -> ReplicaFingerprint:
+    layout = Layout.from_json(layout_json(tensor)) if is_dtensor(tensor) else None
+    return None if layout is None else fingerprint_replica(layout, local_part(tensor))
 
 
 def _error_text(error: Exception) -> str:

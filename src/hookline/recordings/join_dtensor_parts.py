@@ -1,4 +1,4 @@
-"""Join the parts of a DTensor that the ranks of a job have saved.
+"""Join the parts of a DTensor that the ranks of a job have saved, and compare their copies.
 
 A folder keeps the layout of each part: the mesh, the rank's coordinates in the mesh, and the
 placement along each dimension of the mesh. This module needs neither DTensor nor a process group.
@@ -6,6 +6,7 @@ placement along each dimension of the mesh. This module needs neither DTensor no
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -15,9 +16,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.errors import AmbiguousError, RanksError
+from hookline.errors import AmbiguousError, RanksError, warn
+from hookline.files.safetensors_file import bytes_of
 
 Part = tuple["Layout", Tensor]
+# The part that a rank has a copy of, and a hash of its numbers; None where no other rank has it.
+ReplicaFingerprint = list[str] | None
 Copy = tuple[int, tuple[int, ...]]  # the first rank of a mesh, and the coordinates of a replica
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -204,6 +208,44 @@ def guess_layout_text(parts: Sequence[Part], question: str) -> str:
             f"The shapes of the parts suggest {question.partition(', dim=')[0]}, dim={split[0]})."
         )
     return f"The parts are {', '.join(map(str, map(list, shapes)))} of {list(shape)}."
+
+
+def fingerprint_replica(layout: Layout, part: Tensor) -> ReplicaFingerprint:
+    """Describe a part of which several ranks have copies; None for other parts."""
+    pairs = zip(layout.mesh, layout.placements, strict=True)
+    has_copies = any(n > 1 and row[0] == "replicate" for n, row in pairs)
+    if not has_copies or not layout.at or part.is_meta:
+        return None
+    here = [at for at, row in zip(layout.at, layout.placements, strict=False)
+            if row[0] != "replicate"]  # fmt: skip
+    digest = hashlib.blake2b(bytes_of(part).data, digest_size=16)
+    return [f"{layout.first} {here}", digest.hexdigest()]
+
+
+def warn_of_unequal_replicas(
+    question: str, ranks: Sequence[int], fingerprints: Sequence[Sequence[ReplicaFingerprint]]
+) -> None:
+    """Warn where two ranks have unlike copies of one part.
+
+    Args:
+        question: the look-up as code, for messages.
+        ranks: the ranks.
+        fingerprints: of each rank, the description of its copy of each tensor.
+    """
+    for column in zip(*fingerprints, strict=True):
+        first: dict[str, tuple[int, str]] = {}
+        for rank, copy in zip(ranks, column, strict=True):
+            if copy is None:
+                continue
+            other, digest = first.setdefault(copy[0], (rank, copy[1]))
+            if digest != copy[1]:
+                warn(
+                    f"{question}: ranks {other} and {rank} should hold the same numbers, by the"
+                    " placement Replicate, and hold others. In a job each rank gets its own, from"
+                    f" a folder those of rank {other}.\nLook at the ranks alone:"
+                    " hl.open(folder).ranks[0]; random numbers that ranks share need one seed."
+                )
+                return
 
 
 def _join_mesh(parts: list[Part], question: str, replica: tuple[int, ...] | None = None) -> Tensor:

@@ -215,8 +215,7 @@ class Recording(Lookups, Result):
         return PassList(self._log)
 
     def _single_value(self, key: Key, read: Read | None = None) -> Any:
-        log = self._rank_with_value(key)._log
-        lookup = log.index.find(key)
+        log, lookup = self._log_and_lookup(key)
         passes = log.find(lookup)
         if len(passes) > 1:
             of_pass = log.lookup_of_first(lookup, *passes[0])
@@ -255,8 +254,7 @@ class Recording(Lookups, Result):
             NotRecordedError: the site did not fire.
             AmbiguousError: the site has values on several ranks.
         """
-        log = self._rank_with_value(key)._log
-        lookup = log.index.find(key)
+        log, lookup = self._log_and_lookup(key)
         (current, entries), *later = log.find(lookup)
         code = f".passes[{current.number}]" if later else ""
         return code, str(log.lookup_of_first(lookup, current, entries))
@@ -282,8 +280,7 @@ class Recording(Lookups, Result):
             AmbiguousError: the site has values of several passes, or gradients of several backward
                 passes. For one pass, write `run.passes[1].calls(key)`.
         """
-        log = self._rank_with_value(key)._log
-        lookup = log.index.find(key)
+        log, lookup = self._log_and_lookup(key)
         passes = log.find(lookup)
         if len(passes) > 1:
             raise AmbiguousError(
@@ -316,8 +313,7 @@ class Recording(Lookups, Result):
             AmbiguousError: the module ran several times in a pass.
             StructureError: the values are not tensors of one shape.
         """
-        log = self._rank_with_value(key)._log
-        return stack_passes(log, log.index.find(key))
+        return stack_passes(*self._log_and_lookup(key))
 
     @overload
     def cat(self, key: Key, dim: int = 0) -> Tensor: ...
@@ -353,8 +349,7 @@ class Recording(Lookups, Result):
             StructureError: the values are not tensors, have no dimension `dim`, or differ in
                 another dimension.
         """
-        log = self._rank_with_value(key)._log
-        lookup = log.index.find(key)
+        log, lookup = self._log_and_lookup(key)
         if dim is None:
             return [value for calls in log.values_by_pass(lookup) for value in calls]
         return cat_passes(log, lookup, dim)
@@ -478,15 +473,24 @@ class Recording(Lookups, Result):
         return path
 
     def _contents(self) -> Contents:
-        passes = []
-        for current in self._log.passes:
-            entries = [Entry(*entry) for entry in current.log]
-            for entry in entries:
-                self._log.read_local(entry)
-            noted = current.number, current.failed, entries
-            passes.append(PassContents(*noted, settings_of(current.settings)))
+        def checked(entry: Entry) -> Entry:
+            self._log.read_local(entry)
+            return entry
+
+        passes = self._pass_contents(checked)
         report, lost = self.report(), list(self.lost)
         return Contents(report, self.sites, passes, lost, self.modules, self.model)
+
+    def _pass_contents(self, keep: Callable[[Entry], Entry]) -> list[PassContents]:
+        return [
+            PassContents(
+                current.number,
+                current.failed,
+                [keep(Entry(*noted)) for noted in current.log],
+                settings_of(current.settings),
+            )
+            for current in self._log.passes
+        ]
 
     def release(self) -> None:
         """Close the files of the folder that this recording was opened from.
@@ -511,13 +515,9 @@ class Recording(Lookups, Result):
         """Copy and pickle by value; the stamps of the copy start anew."""
         identity = self._model if isinstance(self._model, RecordedModel) else None
         state = {**self.__dict__, "_report": self.report(), "_log": None, "_model": identity}
-        state["copies"] = [
-            (current.number, current.failed, [
-                (entry.site, self._log.read_local(entry), None, *entry[3:])
-                for entry in (Entry(*noted) for noted in current.log)
-            ], settings_of(current.settings))
-            for current in self._log.passes
-        ]  # fmt: skip
+        state["copies"] = self._pass_contents(
+            lambda entry: entry._replace(value=self._log.read_local(entry), stamp=None)
+        )
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -575,7 +575,11 @@ class Recording(Lookups, Result):
         return self.ranks
 
     def _parse_key(self, key: Key) -> Lookup:
-        return self._rank_with_value(key)._log.index.find(key)
+        return self._log_and_lookup(key)[1]
+
+    def _log_and_lookup(self, key: Key) -> tuple[Log, Lookup]:
+        log = self._rank_with_value(key)._log
+        return log, log.index.find(key)
 
     def _rank_with_value(self, key: Key) -> Recording:
         """Return the recording of the only rank on which a site has a value."""

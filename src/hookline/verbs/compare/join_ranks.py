@@ -13,7 +13,7 @@ from hookline.engine import ROOT, Site, glob, path_text, say_by_rank
 from hookline.engine.pytree import tree
 from hookline.errors import AmbiguousError, HooklineError, InputError, check_one_of
 from hookline.recordings import Recording
-from hookline.recordings.figure_values import RecordedValue
+from hookline.recordings.firing_order import RecordedValue
 from hookline.recordings.gather_and_reduce import OPS
 from hookline.verbs.compare.rank_groups import Group, are_equal, passes_with_values
 

@@ -26,7 +26,8 @@ from hookline.errors import InputError, SelectionError
 from hookline.models.checkpoints import ModuleState, read_state_dict
 from hookline.opening import open as open_folder
 from hookline.recordings import PassRecord, Recording
-from hookline.recordings.figure_values import RecordedValue, walk_values
+from hookline.recordings.figure_values import walk_values
+from hookline.recordings.firing_order import RecordedValue
 from hookline.recordings.recording import has_lost_model, lies_in_folder, living_model
 from hookline.stores import Store
 from hookline.verbs.compare.join_ranks import Dims, Unjoined, dim_of, read_whole

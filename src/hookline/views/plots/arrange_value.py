@@ -14,8 +14,7 @@ from torch import Tensor
 from hookline.display.text import torch_name
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
-from hookline.recordings.figure_arguments import check_count, check_sample
-from hookline.recordings.figure_values import Value
+from hookline.recordings.figure_values import Value, check_count, check_sample
 
 _LETTERS = "NCTLDHW"
 _DEFAULT_LAYOUTS = {1: "C", 2: "NC", 3: "NTC", 4: "NCHW", 5: "NCDHW"}

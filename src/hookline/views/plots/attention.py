@@ -12,8 +12,7 @@ from hookline.display.text import share_text
 from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
-from hookline.recordings.figure_arguments import Source, check_sample
-from hookline.recordings.figure_values import Value, look_up_main_tensor
+from hookline.recordings.figure_values import Source, Value, check_sample, look_up_main_tensor
 from hookline.views.pixels import Scale, colour_scale, range_text, shrink
 from hookline.views.plots.arrange_value import drawable_tensor, pick_channels, select_sample
 from hookline.views.plots.channels import Tiling

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hookline.display.text import share_text
 from hookline.engine import Site
-from hookline.recordings.figure_arguments import Source
-from hookline.recordings.figure_values import Value, look_up_main_tensor
+from hookline.recordings.figure_values import Source, Value, look_up_main_tensor
 from hookline.statistics.value_statistics import Array
 from hookline.views.pixels import Scale, colour_scale, range_text, shrink
 from hookline.views.plots.arrange_value import Arranged, arrange, pick_channels

@@ -13,8 +13,13 @@ from hookline.display.units import measure
 from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, check_one_of
-from hookline.recordings.figure_arguments import Source, check_count
-from hookline.recordings.figure_values import Value, look_up_main_tensor, only_pass
+from hookline.recordings.figure_values import (
+    Source,
+    Value,
+    check_count,
+    look_up_main_tensor,
+    only_pass,
+)
 from hookline.statistics.difference import difference
 from hookline.verbs.compare.compare import compare as compare_sites
 from hookline.verbs.compare.comparison import ComparedSite, Comparison

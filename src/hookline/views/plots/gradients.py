@@ -14,8 +14,7 @@ import numpy.typing as npt
 from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.recordings import GradientRow, Recording
-from hookline.recordings.figure_arguments import check_source
-from hookline.recordings.figure_values import walk_values
+from hookline.recordings.figure_values import check_source, walk_values
 from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
 from hookline.views.plots.site_rows import RowSheet, find_blocks, set_log_axis
 

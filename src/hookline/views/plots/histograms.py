@@ -11,8 +11,13 @@ import numpy as np
 from hookline.display.text import pick_evenly, plural, share_text, shorten
 from hookline.display.units import measure, share
 from hookline.engine import Site
-from hookline.recordings.figure_arguments import Source, check_count
-from hookline.recordings.figure_values import Value, skipped_text, values_to_draw
+from hookline.recordings.figure_values import (
+    Source,
+    Value,
+    check_count,
+    skipped_text,
+    values_to_draw,
+)
 from hookline.statistics.value_statistics import histogram_and_statistics
 from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
 

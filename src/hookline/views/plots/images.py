@@ -12,8 +12,7 @@ from hookline.engine import Site, normalize_root
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
-from hookline.recordings.figure_arguments import Source, check_count
-from hookline.recordings.figure_values import Value, look_up_main_tensor
+from hookline.recordings.figure_values import Source, Value, check_count, look_up_main_tensor
 from hookline.statistics.value_statistics import Array
 from hookline.views.pixels import finite_range, range_text, scale_to_unit, shrink
 from hookline.views.plots.arrange_value import arrange, drawable_tensor

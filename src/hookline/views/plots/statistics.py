@@ -14,10 +14,11 @@ from hookline.display.text import pick_evenly, plural, share_text, shorten
 from hookline.engine import Site, normalize_root
 from hookline.errors import InputError
 from hookline.recordings import PassRecord
-from hookline.recordings.figure_arguments import Source, check_source
 from hookline.recordings.figure_values import (
     Skipped,
+    Source,
     Value,
+    check_source,
     look_up_main_tensor,
     look_up_tensors,
     skipped_text,
