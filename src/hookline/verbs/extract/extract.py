@@ -17,13 +17,11 @@ from hookline.errors import FolderError, HooklineError, InputError, check_one_of
 from hookline.files.folder_or_url import Place, place_of
 from hookline.stores import Store, open_store
 from hookline.stores.job_manifest import is_finished
-from hookline.verbs.extract.call_hint import explain_list_error
 from hookline.verbs.extract.collective_steps import Ranks
 from hookline.verbs.extract.engines import Engine, InProcess
 from hookline.verbs.extract.on_ray import OnRay
 from hookline.verbs.extract.on_sharded_ranks import OnShardedRanks
-from hookline.verbs.extract.options import Extracting, check_options
-from hookline.verbs.extract.process_setup import Setup
+from hookline.verbs.extract.process_setup import Extracting, Setup, check_options
 from hookline.verbs.extract.resumable_extraction import Extraction, check_empty_or_store
 from hookline.verbs.extract.worker import Worker
 
@@ -197,22 +195,23 @@ def extract(
                     raise
 
         ranks.on_first(lock)
-        with _explain_thread_error(), explain_list_error(data):
+        with _explain_errors(data):
             Extraction(place, setup, worker, ranks).run(chosen, resume=resume)
     return open_store(place)
 
 
 @contextmanager
-def _explain_thread_error() -> Iterator[None]:
-    """Tell what to do where the system refuses a thread.
-
-    Raises:
-        HooklineError: it has refused one.
-    """
+def _explain_errors(data: Any) -> Iterator[None]:
+    """Tell what to do where data may be a list of batches, or the system refuses a thread."""
     try:
         yield
-    except RuntimeError as error:
-        if "can't start new thread" not in str(error):
+    except Exception as error:
+        if type(data) is list and not isinstance(error, HooklineError):
+            error.add_note(
+                "hookline: a list holds items, which become the rows of batches."
+                "\nIf it holds batches, give iter(data)."
+            )
+        if not isinstance(error, RuntimeError) or "can't start new thread" not in str(error):
             raise
         raise HooklineError(
             "hl.extract must start threads that read and write shards, got RuntimeError: can't"

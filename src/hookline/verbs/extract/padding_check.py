@@ -27,7 +27,7 @@ class PaddingCheck:
         keep: the function of a value; None keeps values as they are, and nothing is checked.
     """
 
-    def __init__(self, keep: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, keep: Callable[[Any], Any] | None) -> None:
         self._keep = keep
         self._mask: Tensor | None = None
         self._value: Any = None

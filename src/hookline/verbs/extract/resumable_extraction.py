@@ -6,7 +6,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar, final
@@ -105,7 +105,10 @@ class Extraction:
         n_bytes = self._batch_bytes * (self._job.n_batches or 0)
         shown = self._ranks.me == 0 and self._options.get("progress", True)
         with Progress(self._job, self._shards, self._ranks.n, n_bytes, shown=shown) as progress:
-            engine.run(self._job, self._missing_numbers(numbers), progress.note_shard)
+            n_shards = self._job.n_shards
+            each: Iterable[int] = itertools.count() if n_shards is None else range(n_shards)
+            missing = (number for number in each if number not in numbers)
+            engine.run(self._job, missing, progress.note_shard)
         self._ranks.run_at_own_pace(self._write_final_manifest)
 
     def _job_before_run(self, setup: Setup) -> Job:
@@ -355,11 +358,6 @@ class Extraction:
                 f"{plural(len(damaged), 'damaged shard')} in {self._place} will be made again:"
                 f" {listed(damaged, _MOST_NAMED)}."
             )
-
-    def _missing_numbers(self, written: set[int]) -> Iterator[int]:
-        n_shards = self._job.n_shards
-        numbers: Iterable[int] = itertools.count() if n_shards is None else range(n_shards)
-        return (number for number in numbers if number not in written)
 
     def _has_own_batches(self, shard: Shard) -> bool:
         """Tell whether a shard holds the batches of its number.

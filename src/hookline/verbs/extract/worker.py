@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.data.batch_tokens import BatchAndInputs, MaskOption, find_tokens
 from hookline.data.data_source import DataSource, NumberedBatch
@@ -23,9 +24,9 @@ from hookline.stores.batch_columns import Offload, extract_columns
 from hookline.stores.first_batch_summary import ComputePrecision, summary_of
 from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Chunk, ColumnForm
-from hookline.verbs.extract.call_hint import suggest_inputs
 from hookline.verbs.extract.padding_check import PaddingCheck
 from hookline.verbs.record.run_to_last_site import PartialForward
+from hookline.verbs.shared.run_model import binding_error, signature_of
 
 _MOST_AHEAD = 2  # batches that wait for the device
 
@@ -39,13 +40,13 @@ class Worker:
         source: the data.
         inputs: a function of a batch that returns the model's inputs; None gives the whole batch.
         mask: the mask of the tokens of a batch, as in `hl.extract`.
+        padding: finds out whether `keep=` reads padding.
         gather: makes of each value what is stored, where ranks have parts of it: a collective.
 
     Attributes:
         forward: runs the model on a batch, and returns the sites that it did not reach.
         offload: brings values to the CPU.
         forms: the form of each column, once a batch was run.
-        padding: finds out whether `keep=` reads padding.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class Worker:
         source: DataSource,
         inputs: Any,
         mask: MaskOption,
-        gather: Callable[[Any], Any] | None = None,
+        padding: PaddingCheck,
+        gather: Callable[[Any], Any] | None,
     ) -> None:
         self._runner = runner
         self.forward: Callable[[Any], list[Site]] = runner.run
@@ -63,6 +65,7 @@ class Worker:
             device for device in runner.devices() if device.type not in ("cpu", "meta")
         }
         self._gather = gather
+        self._padding = padding
         self.source = source
         self._inputs = inputs
         self._mask = mask
@@ -72,7 +75,6 @@ class Worker:
         self.offload: Offload = Offload(self._device)
         self._ahead: deque[Callable[[], None]] = deque()
         self.forms: dict[str, ColumnForm] | None = None
-        self.padding: PaddingCheck = PaddingCheck()
         self._first_chunk: Chunk | None = None
         self._first_copy: NumberedBatch | None = None
 
@@ -151,7 +153,7 @@ class Worker:
         whole = data if self._inputs is None else batch.data
         given = BatchAndInputs(data, whole, len(batch.items), self._has_decoder)
         tokens = find_tokens(given, self._mask)
-        with torch.no_grad(), self.padding.batch(tokens):
+        with torch.no_grad(), self._padding.batch(tokens):
             missing = self._forward_with_hint(tree.map_tensors(self._move, data))
         passes = self._runner.recording.pop_passes()
         _check_reached(missing, passes, batch.number)
@@ -178,7 +180,7 @@ class Worker:
             return self.forward(data)
         except TypeError as error:
             if self._inputs is None:
-                suggest_inputs(self._runner.modules[0], data, error)
+                _suggest_inputs(self._runner.modules[0], data, error)
             raise
 
     def first_inputs(self) -> Any:
@@ -271,6 +273,43 @@ def _lone_tensor(data: Any) -> Any:
     if isinstance(data, list) and len(data) == 1 and isinstance(data[0], Tensor):
         return data[0]
     return data
+
+
+def _suggest_inputs(model: nn.Module, data: Any, error: TypeError) -> None:
+    """Add a note to the error of a call that forward's signature refuses, with a way that it takes.
+
+    Args:
+        model: the model.
+        data: the batch: a tuple of arguments, a mapping of keyword arguments, or one argument.
+        error: the error of the call.
+    """
+    signature = signature_of(model)
+    if signature is None or binding_error(signature, data) is None:
+        return  # the error is of the model's code
+    for code, part in _parts_with_code(signature, data):
+        if binding_error(signature, part) is None:
+            error.add_note(
+                "hookline: the model's forward does not take all of the batch."
+                f"\nGive what it takes: inputs=lambda batch: {code}."
+            )
+            return
+
+
+def _parts_with_code(signature: inspect.Signature, data: Any) -> Iterator[tuple[str, Any]]:
+    """Yield parts of a batch, the largest first, each with the code that takes it of the batch."""
+    if isinstance(data, tuple):
+        for n in range(len(data) - 1, 1, -1):
+            yield f"batch[:{n}]", data[:n]
+        yield from (("batch[0]", part) for part in data[:1])
+    elif isinstance(data, Mapping):
+        keys = [key for key in data if key in signature.parameters]
+        if keys:
+            dict_code = f"{{key: batch[key] for key in {tuple(keys)!r}}}"
+            yield dict_code, {key: data[key] for key in keys}
+        for key, value in data.items():
+            if isinstance(value, Tensor):
+                yield f"batch[{key!r}]", value
+                return
 
 
 def _check_reached(missing: Sequence[Site], passes: Sequence[PassRecord], number: int) -> None:
