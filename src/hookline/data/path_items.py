@@ -11,7 +11,7 @@ from hookline.data.arrays import array_items
 from hookline.data.data_source import LoadOptions
 from hookline.data.huggingface import HuggingFaceItems, is_huggingface_folder
 from hookline.data.indexed_source import Items
-from hookline.data.texts import FileLines, ParquetTexts, TextItems, Texts, as_tokenizer
+from hookline.data.texts import FileLines, ParquetTexts, TextItems, as_tokenizer
 from hookline.errors import InputError
 from hookline.util.local_paths import is_file, is_folder, is_special, names_in, printable
 
@@ -70,7 +70,8 @@ def items_of_path(path: Path, loading: LoadOptions) -> Items:
     if suffix in array_files.SUFFIXES:
         return array_items(array_files.open_arrays(path), str(path))
     tokenize = as_tokenizer(loading.tokenize, path.name)
-    texts: Texts = ParquetTexts(path) if suffix == ".parquet" else FileLines(path)
+    kind = ParquetTexts if suffix == ".parquet" else FileLines
+    texts: TextItems = kind(path, tokenize)
     if not len(texts):
         raise InputError(f"{path} must have at least one text, got none.\nWrite one text a line.")
-    return TextItems(texts, tokenize)
+    return texts

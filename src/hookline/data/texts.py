@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,49 +31,34 @@ _NO_LIMIT = 10**9  # a tokenizer of transformers without a limit has 1e30 tokens
 _BLANK = Skip("EmptyText: a text must have more than white space")
 
 
-class Texts(Protocol):
-    """Texts that are found by their index."""
-
-    def __len__(self) -> int: ...
-
-    def identity(self) -> dict[str, Any]:
-        """Return what tells these texts from others."""
-
-    def read(self, indices: Sequence[int]) -> list[str | None]:
-        """Read texts; None where there is none."""
-
-
-@final
-@dataclass(eq=False)
 class TextItems(SingleItems):
     """Items that are texts, tokenized a batch at a time.
 
     Blank texts keep their index, and are listed as skipped.
 
     Args:
-        texts: the texts.
         tokenize: makes a dict of tensors of a list of texts: `as_tokenizer`.
     """
 
     fix = "Give a tokenize= that pads the texts of a batch to one length."
 
-    texts: Texts
-    tokenize: Callable[[list[str]], dict[str, Tensor]]
+    def __init__(self, tokenize: Callable[[list[str]], dict[str, Tensor]]) -> None:
+        self._tokenize = tokenize
 
-    def __len__(self) -> int:
-        return len(self.texts)
+    @abstractmethod
+    def __len__(self) -> int: ...
 
-    def identity(self) -> dict[str, Any]:
-        """Return what tells these texts from others."""
-        return self.texts.identity()
+    @abstractmethod
+    def read_texts(self, indices: Sequence[int]) -> list[str | None]:
+        """Read texts; None where there is none."""
 
     def read(self, indices: Sequence[int]) -> list[Any]:
         """Read texts; mark blank ones."""
-        return list(map(text_or_skip, self.texts.read(indices)))
+        return list(map(text_or_skip, self.read_texts(indices)))
 
     def collate(self, values: list[Any], indices: list[int]) -> Any:
         """Tokenize texts."""
-        return self.tokenize(values)
+        return self._tokenize(values)
 
 
 def text_or_data(data: Any) -> Any:
@@ -180,17 +165,19 @@ def as_tokenizer(
 
 
 @final
-class FileLines:
+class FileLines(TextItems):
     """The lines of a text file. Their offsets are found once; the lines stay on disk.
 
     Args:
         path: the file: `.txt`, a text a line; or `.jsonl`, an object with the key "text" a line.
+        tokenize: as in `TextItems`.
 
     Raises:
         InputError: the file cannot be read, or its first object has other keys.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tokenize: Callable[[list[str]], dict[str, Tensor]]) -> None:
+        super().__init__(tokenize)
         self._path = path
         self._is_json = path.suffix.lower() == ".jsonl"
         try:
@@ -214,7 +201,7 @@ class FileLines:
             "fingerprint": self._fingerprint,
         }
 
-    def read(self, indices: Sequence[int]) -> list[str | None]:
+    def read_texts(self, indices: Sequence[int]) -> list[str | None]:
         """Read texts, in one piece from the first to the last.
 
         Raises:
@@ -301,17 +288,19 @@ def _index_lines(path: Path) -> tuple[NDArray[np.int64], str]:
 
 
 @final
-class ParquetTexts:
+class ParquetTexts(TextItems):
     """The column "text" of a parquet file, read a row group at a time.
 
     Args:
         path: the file.
+        tokenize: as in `TextItems`.
 
     Raises:
         InputError: pyarrow is not installed, the file is broken or has no such column of texts.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tokenize: Callable[[list[str]], dict[str, Tensor]]) -> None:
+        super().__init__(tokenize)
         self._path = path
         parquet = import_package("pyarrow.parquet", str(path), InputError)
         try:
@@ -353,7 +342,7 @@ class ParquetTexts:
             "fingerprint": content_fingerprint([self._path]),
         }
 
-    def read(self, indices: Sequence[int]) -> list[str | None]:
+    def read_texts(self, indices: Sequence[int]) -> list[str | None]:
         """Read texts. The last row group is kept: batches in order read each group once."""
         texts: list[str | None] = []
         for index in indices:
