@@ -362,7 +362,9 @@ def write_ranks(
         check_target(folder)
         contents = get_contents()
         texts = [str(site) for site in sites]
-        return {"sites": texts, "model": _hash_modules(contents), "token": draft.token}
+        modules = json.dumps(list(contents.modules.items())).encode()
+        model = hashlib.sha256(modules).hexdigest()[:12]
+        return {"sites": texts, "model": model, "token": draft.token}
 
     answers = rank_group.gather_results(begin)
     _check_same_sites(rank_group, answers)
@@ -453,7 +455,3 @@ def read_rank_checksums(place: Place, manifest: Mapping[str, Any]) -> dict[str, 
             f"\n{REMEDY}"
         )
     return ranks
-
-
-def _hash_modules(contents: Contents) -> str:
-    return hashlib.sha256(json.dumps(list(contents.modules.items())).encode()).hexdigest()[:12]

@@ -6,7 +6,7 @@ Norms are computed in at least float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median_high
 from typing import Any, final
@@ -199,8 +199,12 @@ def _nan_as_inf(number: float) -> float:
 
 def _measure(value: Any) -> tuple[float, float, int, int]:
     """Return a gradient's L2 norm, largest absolute element, number of zeros and of elements."""
-    tensors = [_magnitudes(part) for _, tensor in tree.tensors(value) for part in _unbind(tensor)]
-    tensors = [tensor for tensor in tensors if tensor.numel()]
+    tensors = [
+        _magnitudes(part)
+        for _, tensor in tree.tensors(value)
+        for part in (tensor.unbind() if tensor.is_nested else (tensor,))
+        if part.numel()
+    ]
     if not tensors:
         return 0.0, 0.0, 0, 0
     maxima = [float(tensor.max()) for tensor in tensors]
@@ -216,10 +220,6 @@ def _safe_norm(magnitudes: Tensor, largest: float) -> float:
         return float(torch.linalg.vector_norm(magnitudes))
     # On the CPU: a GPU divides by a number as it multiplies by the reciprocal, which may overflow.
     return largest * float(torch.linalg.vector_norm(magnitudes.cpu().double() / largest))
-
-
-def _unbind(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor.unbind() if tensor.is_nested else (tensor,)
 
 
 def _magnitudes(tensor: Tensor) -> Tensor:

@@ -370,8 +370,9 @@ class Log:
         site, last = self.sites[lookup.number], max(entry.call or 0 for entry in entries)
         where = f"in pass {passes[0].number}" if len(passes) == 1 else "at most in a pass"
         calls = f"its calls are #0 to #{last}" if last else "its only call is #0"
+        times = f"{last + 1} times" if last else "once"
         return (
-            f"{site} ran {_times(last + 1)} {where}, so {calls}, got #{lookup.call}."
+            f"{site} ran {times} {where}, so {calls}, got #{lookup.call}."
             f"\nThe last one is {f'{site}#{last}'!r}."
         )
 
@@ -440,10 +441,6 @@ class _EntriesBySite:
 
 def _call_number(entry: Entry) -> int:
     return entry.call or 0
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def note_copied(note: Callable[[Any], None], entry: tuple[Any, ...]) -> None:

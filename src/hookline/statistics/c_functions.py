@@ -28,7 +28,6 @@ _MOST_SECONDS = 20.0
 _N_SLOTS = 8
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_longlong
 _Native = TypeVar("_Native")
-_Check = Callable[[Any], bool]
 
 
 def _c_function(library: ctypes.CDLL, name: str, *types: type) -> Any:
@@ -174,7 +173,7 @@ def compile_difference() -> NativeDifference | None:
 
 
 def _compile_if_right(
-    name: str, wrap: Callable[[ctypes.CDLL], _Native], is_right: _Check
+    name: str, wrap: Callable[[ctypes.CDLL], _Native], is_right: Callable[[Any], bool]
 ) -> _Native | None:
     """Compile a source and wrap the library; None where it is not possible, or fails a check."""
     try:

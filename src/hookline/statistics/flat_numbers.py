@@ -37,13 +37,8 @@ def measurable_parts(value: Tensor) -> Iterable[Tensor]:
             '\nMove the model to a device before it runs: model.to_empty(device="cpu").'
         )
     value = unwrap_all_transforms(value).detach()
-    if value.is_neg():
-        value = value.resolve_neg()  # the imaginary part of a conjugate
-    return (value,) if _is_dense(value) else strided_parts(value)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    # A view is negative that is the imaginary part of a conjugate.
+    return strided_parts(value.resolve_neg() if value.is_neg() else value)
 
 
 def strided_parts(tensor: Tensor) -> Iterator[Tensor]:

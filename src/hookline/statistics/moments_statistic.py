@@ -106,7 +106,9 @@ class MomentsStatistic:
     def result(self, slots: Tensor) -> Moments:
         """Read slots."""
         check_slots(slots, self.n_slots)
-        return _moments_of(slots)
+        count, non_finite, zeros, sum1, sum2, sum4, negated_min, greatest = slots.tolist()
+        counts = int(count), int(non_finite), int(zeros)
+        return Moments(*counts, sum1, sum2, sum4, -negated_min, greatest)
 
     def _add_part(self, slots: Tensor, part: Tensor) -> Tensor:
         """Measure a strided tensor, by the fastest form that there is."""
@@ -249,12 +251,6 @@ def _slots_of(moments: Moments) -> list[float]:
         moments.count, moments.non_finite, moments.zeros, moments.sum, moments.sum2, moments.sum4,
         -moments.min, moments.max,
     ]  # fmt: skip
-
-
-def _moments_of(slots: Tensor) -> Moments:
-    count, non_finite, zeros, sum1, sum2, sum4, negated_min, greatest = slots.tolist()
-    counts = int(count), int(non_finite), int(zeros)
-    return Moments(*counts, sum1, sum2, sum4, -negated_min, greatest)
 
 
 def _add_by_torch(slots: Tensor, values: Tensor) -> Tensor:

@@ -252,7 +252,10 @@ def _record_batches(source: ExportedColumns, schema: Any) -> Iterator[Any]:
             )
             for column, field in zip(columns, schema, strict=False)
         ]
-        arrays += [pa.array(list(map(_escaped, texts[items]))) for texts in source.texts.values()]
+        for texts in source.texts.values():
+            # The name of a file may hold bytes that are no Unicode.
+            escaped = [text.encode("utf-8", "backslashreplace").decode() for text in texts[items]]
+            arrays.append(pa.array(escaped))
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
@@ -268,11 +271,6 @@ def _to_arrow(numbers: NDArray[Any], kind: Any, lengths: NDArray[np.int64] | Non
         parts = _to_arrow(numbers, kind.value_type, None)
         return pa.FixedSizeListArray.from_arrays(parts, type=kind)
     return pa.array(numbers.reshape(-1), kind)
-
-
-def _escaped(text: str) -> str:
-    """Return a name of a file as Unicode; bytes that are none are escaped."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _item_ranges(columns: Sequence[Column], n_items: int) -> Iterator[tuple[slice, slice]]:
