@@ -76,11 +76,7 @@ def _float64_as_float32(value: Any) -> Any:
 
 @contextmanager
 def _npy_errors(path: Path) -> Iterator[None]:
-    """Tell what to do where a file of NumPy cannot be read.
-
-    Raises:
-        InputError: it is broken, or holds something else than numbers.
-    """
+    """Tell what to do where a file of NumPy cannot be read."""
     try:
         yield
     except Exception as error:  # readers of broken files raise errors without a common base

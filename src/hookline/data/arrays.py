@@ -51,11 +51,7 @@ class ArrayInFile(NamedTuple):
         return self.offset + last + np.dtype(self.dtype).itemsize
 
     def map_readonly(self) -> NDArray[Any]:
-        """Map the array read-only.
-
-        Raises:
-            InputError: the file cannot be read, or is shorter than the array.
-        """
+        """Map the array read-only."""
         remedy = "Put the file back that the job was started with."
         try:
             data = np.memmap(self.path, np.uint8, "r")
@@ -199,11 +195,7 @@ def is_array(value: Any) -> bool:
 
 
 def array_items(data: Any, argument: str = "data") -> ArrayItems:
-    """Return the rows of an array, or of a tuple or mapping of arrays, as items.
-
-    Raises:
-        InputError: a part is not an array; or as in `ArrayItems`.
-    """
+    """Return the rows of an array, or of a tuple or mapping of arrays, as items."""
     if is_array(data):
         return ArrayItems(_dense_rows(data, argument), argument)
     is_several = isinstance(data, Mapping | tuple | list)
@@ -228,11 +220,7 @@ def array_items(data: Any, argument: str = "data") -> ArrayItems:
 
 
 def read_numbers(rows: ArrayRows, name: str, *bounds: int) -> Tensor:
-    """Copy rows; all of them without bounds.
-
-    Raises:
-        InputError: torch does not have their dtype.
-    """
+    """Copy rows; all of them without bounds."""
     try:
         return rows.read(*bounds)
     except (TypeError, ValueError) as error:
@@ -243,11 +231,7 @@ def read_numbers(rows: ArrayRows, name: str, *bounds: int) -> Tensor:
 
 
 def _dense_rows(array: Any, name: str) -> ArrayRows:
-    """Return the rows of an array.
-
-    Raises:
-        InputError: it is a sparse or a nested tensor.
-    """
+    """Return the rows of an array."""
     if not isinstance(array, Tensor):
         return array if isinstance(array, ArrayRows) else ArrayRows(array)
     if array.is_meta:
@@ -274,11 +258,7 @@ def _named_rows(arrays: Any) -> list[tuple[str, ArrayRows]]:
 
 
 def _check_rows(rows: ArrayRows, name: str) -> None:
-    """Check that an array has rows, in a dtype that torch has.
-
-    Raises:
-        InputError: it does not.
-    """
+    """Check that an array has rows, in a dtype that torch has."""
     if not rows.shape or not rows.shape[0]:
         raise InputError(
             f"{name} must have at least one row, got shape {list(rows.shape)}."

@@ -105,11 +105,7 @@ def find_tokens(given: BatchAndInputs, mask: MaskOption) -> Tokens | None:
 
 
 def _mask_or_lengths(mask: MaskOption, given: BatchAndInputs) -> Any:
-    """Return the mask or the lengths of a batch; None without one.
-
-    Raises:
-        InputError: the batch does not have the key.
-    """
+    """Return the mask or the lengths of a batch; None without one."""
     key = mask.value
     if not isinstance(key, str):
         return None if key is None else key(given.batch)
@@ -157,11 +153,7 @@ def _no_mask_error(value: Any) -> InputError:
 
 
 def _lengths_to_mask(lengths: Tensor, longest: int | None) -> Tensor:
-    """Make a mask of lengths.
-
-    Raises:
-        InputError: a length is negative, or above the number of tokens.
-    """
+    """Make a mask of lengths."""
     most = int(lengths.max()) if longest is None else longest
     bad = lengths[(lengths < 0) | (lengths > most)]
     if len(bad):
@@ -173,11 +165,7 @@ def _lengths_to_mask(lengths: Tensor, longest: int | None) -> Tensor:
 
 
 def _check_mask(mask: Tensor, ids: Tensor | None) -> None:
-    """Check that a mask is of the batch's tokens, and not one that is added to scores.
-
-    Raises:
-        InputError: it has another shape than the ids, or a number that is negative or NaN.
-    """
+    """Check that a mask is of the batch's tokens, and not one that is added to scores."""
     if ids is not None and mask.shape != ids.shape:
         raise InputError(
             f"mask must have the shape of the ids of tokens, {list(ids.shape)}, got"

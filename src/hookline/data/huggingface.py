@@ -123,11 +123,7 @@ def with_tensors(data: Any) -> Any:
 
 
 def is_huggingface_folder(path: Path) -> bool:
-    """Return whether a folder is one that `save_to_disk` wrote.
-
-    Raises:
-        InputError: it holds several data sets, each in a folder of its own.
-    """
+    """Return whether a folder is one that `save_to_disk` wrote."""
     if is_file(path / "dataset_dict.json"):
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         raise InputError(
@@ -138,11 +134,7 @@ def is_huggingface_folder(path: Path) -> bool:
 
 
 def _arrow_files(folder: Path) -> list[Path]:
-    """List the files of a saved data set, in order.
-
-    Raises:
-        InputError: its description is broken.
-    """
+    """List the files of a saved data set, in order."""
     try:
         state = json.loads((folder / _STATE).read_text())
         return [folder / file["filename"] for file in state["_data_files"]]

@@ -76,11 +76,7 @@ class ImageItems(SingleItems):
         return [apply_preprocess(picture, self._preprocess) for picture in pictures]
 
     def collate(self, values: list[Any], indices: list[int]) -> Any:
-        """Stack pictures.
-
-        Raises:
-            InputError: two of them differ in shape.
-        """
+        """Stack pictures."""
         for value, index in zip(values, indices, strict=True):
             if value.shape != values[0].shape:
                 raise InputError(
@@ -120,11 +116,7 @@ def open_picture(path: Path) -> Image:
 
 
 def apply_preprocess(picture: Image, preprocess: Preprocess) -> Tensor:
-    """Convert a picture to a tensor.
-
-    Raises:
-        DataSetError: the preprocessing returns something else.
-    """
+    """Convert a picture to a tensor."""
     tensor: Any = preprocess(picture)
     if not isinstance(tensor, Tensor):
         raise DataSetError(
@@ -135,11 +127,7 @@ def apply_preprocess(picture: Image, preprocess: Preprocess) -> Tensor:
 
 
 def _images(folder: Path) -> tuple[dict[str, int], int]:
-    """Return the pictures below a folder with their sizes, and the number of other files.
-
-    Raises:
-        InputError: the folder cannot be read, or has no picture.
-    """
+    """Return the pictures below a folder with their sizes, and the number of other files."""
     sizes: dict[str, int] = {}
     n_others = 0
     prefix = os.path.join(folder, "")

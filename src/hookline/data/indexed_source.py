@@ -383,11 +383,7 @@ def _span(items: Sequence[int]) -> str:
 
 
 def _check_first_dimension(loaded: RawBatch, fix: str) -> None:
-    """Check that a batch has a row for each item; a collate function may have dropped some.
-
-    Raises:
-        InputError: no tensor has as many rows as there are items.
-    """
+    """Check that a batch has a row for each item; a collate function may have dropped some."""
     n_items = len(loaded.items)
     if are_texts(loaded.data):
         fix = "Give tokenize=, such as the tokenizer of the model, which makes tensors of texts."

@@ -142,11 +142,7 @@ class IterableSource:
 
 
 def _n_items(data: Any, number: int) -> int:
-    """Return the first dimension of the first tensor in a batch.
-
-    Raises:
-        InputError: there is no tensor, or the first is a scalar.
-    """
+    """Return the first dimension of the first tensor in a batch."""
     first = next((tensor for _, tensor in tensors(data)), None)
     if first is None or not first.dim():
         raise InputError(

@@ -130,11 +130,7 @@ def _load_path(path: Path, loaded: LoadedModel) -> Batch:
 
 
 def _load_batch(items: Items, source: str) -> Batch:
-    """Load all items as one batch.
-
-    Raises:
-        InputError: one of them cannot be loaded, or all are blank texts.
-    """
+    """Load all items as one batch."""
     loading = LoadOptions(len(items), skip_fix="Mend it, or leave it out.")
     (batch,) = IndexedSource(items, loading).batches([0])
     if not batch.items:
@@ -145,11 +141,7 @@ def _load_batch(items: Items, source: str) -> Batch:
 
 
 def _load_arrays(path: Path, model: nn.Module) -> Batch:
-    """Read a file of arrays: one is the argument, several are keyword arguments.
-
-    Raises:
-        InputError: the file is broken, needs unpickling, or holds no array of numbers.
-    """
+    """Read a file of arrays: one is the argument, several are keyword arguments."""
     content, is_converted = array_files.open_and_cast_arrays(path, model)
 
     def read(value: Any) -> Any:

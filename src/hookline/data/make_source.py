@@ -135,11 +135,7 @@ def _iterable_source(data: Iterable[Any], loading: LoadOptions) -> DataSource:
 
 
 def _loader_source(loader: DataLoader[Any], loading: LoadOptions) -> DataSource:
-    """Return the source of a DataLoader: its data set, with its options.
-
-    Raises:
-        InputError: it does not go through the data set in order, or leaves out a part.
-    """
+    """Return the source of a DataLoader: its data set, with its options."""
     _check_order(loader)
     if loading.batch_size not in (None, loader.batch_size):
         raise InputError(

@@ -68,11 +68,7 @@ def text_or_data(data: Any) -> Any:
 
 
 def text_or_skip(text: Any) -> str | Skip:
-    """Return a text, or the mark of one that cannot be run because it is blank.
-
-    Raises:
-        TypeError: it is not a text.
-    """
+    """Return a text, or the mark of one that cannot be run because it is blank."""
     if text is None or (isinstance(text, str) and not text.strip()):
         return _BLANK
     if not isinstance(text, str):
@@ -95,11 +91,7 @@ class Tokenizer:
         self._has_warned = False
 
     def __call__(self, texts: list[str]) -> dict[str, Tensor]:
-        """Tokenize texts.
-
-        Raises:
-            DataSetError: the tokenizer returns something else than a dict of tensors.
-        """
+        """Tokenize texts."""
         tokens = self._tokenizer(texts, **self._options)
         if not isinstance(tokens, Mapping) or not all(
             isinstance(tensor, Tensor) for tensor in tokens.values()
@@ -228,11 +220,7 @@ class FileLines(TextItems):
         return [line.removesuffix(b"\n").removesuffix(b"\r").decode() for line in lines]
 
     def _check_keys(self) -> None:
-        """Check the first object of a file: if it lacks the key, all of them do.
-
-        Raises:
-            InputError: it lacks the key.
-        """
+        """Check the first object of a file: if it lacks the key, all of them do."""
         for index in range(min(len(self), _N_CHECKED)):
             try:
                 (line,) = self._read_lines([index])
@@ -249,11 +237,7 @@ class FileLines(TextItems):
 
 
 def _text_of_json_line(line: str) -> Any:
-    """Return the text of a line of .jsonl; None for a blank line.
-
-    Raises:
-        ValueError: it is not an object with the key "text".
-    """
+    """Return the text of a line of .jsonl; None for a blank line."""
     if not line.strip():
         return None
     entry = json.loads(line)

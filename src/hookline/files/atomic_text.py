@@ -29,11 +29,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def as_path(file: str | Path) -> Path:
-    """Convert the argument of a method that writes a file to a path.
-
-    Raises:
-        FolderError: the argument is not a path.
-    """
+    """Convert the argument of a method that writes a file to a path."""
     try:
         return Path(file)
     except TypeError:
@@ -43,11 +39,7 @@ def as_path(file: str | Path) -> Path:
 
 
 def write_text_file(path: Path, text: str) -> Path:
-    """Write a text file and return it; a file of this name stays as it was if that fails.
-
-    Raises:
-        FolderError: the file cannot be written.
-    """
+    """Write a text file and return it; a file of this name stays as it was if that fails."""
     try:
         write_atomically(path, text)
     except OSError as error:

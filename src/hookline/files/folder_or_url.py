@@ -74,11 +74,7 @@ def as_place(where: str | os.PathLike[str] | Place) -> Place:
 
 
 def local_path(to: str | os.PathLike[str]) -> Path:
-    """Return the path of what can be written on this machine alone.
-
-    Raises:
-        FolderError: it is a URL.
-    """
+    """Return the path of what can be written on this machine alone."""
     text = str(to).removeprefix(_LOCAL)
     if "://" in text or _is_broken_url(Path(text)):
         raise FolderError(

@@ -92,11 +92,7 @@ def seal_json(manifest: Mapping[str, Any]) -> bytes:
 
 
 def verify_seal(data: bytes) -> None:
-    """Compare a manifest with the checksum that `seal_json` filled in.
-
-    Raises:
-        ValueError: they differ, or the manifest has none.
-    """
+    """Compare a manifest with the checksum that `seal_json` filled in."""
     before, expected, after = _split_at_checksum(data)
     actual = checksum(before + _BLANK + after)
     if actual != expected.decode():

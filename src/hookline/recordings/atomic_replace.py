@@ -39,11 +39,7 @@ _OURS = re.compile(
 
 
 def place_of_recording(folder: str | os.PathLike[str]) -> Place:
-    """Return the place of a folder or a URL.
-
-    Raises:
-        FolderError: it is neither.
-    """
+    """Return the place of a folder or a URL."""
     if not isinstance(folder, str | os.PathLike):
         raise FolderError(
             f"a recording's folder must be a path, got {type(folder).__name__}."

@@ -23,11 +23,7 @@ Source = Recording | PassRecord
 
 
 def check_source(source: Any) -> None:
-    """Refuse a source that is not a recording: a model, a tensor, a folder's name.
-
-    Raises:
-        InputError: the source is neither a recording nor a pass, or it holds several ranks.
-    """
+    """Refuse a source that is not a recording: a model, a tensor, a folder's name."""
     if not isinstance(source, Recording | PassRecord):
         raise InputError(
             f"hl.plots must be given a recording or a pass, got {type(source).__name__}."
@@ -42,11 +38,7 @@ def check_source(source: Any) -> None:
 
 
 def check_count(name: str, count: Any, most: int | None = None) -> None:
-    """Check a count: of sites, channels or bins.
-
-    Raises:
-        InputError: the count is not an integer >= 1, or exceeds `most`.
-    """
+    """Check a count: of sites, channels or bins."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InputError(
             f"{name} must be a whole number from 1 up, got {count!r}."
@@ -59,11 +51,7 @@ def check_count(name: str, count: Any, most: int | None = None) -> None:
 
 
 def check_sample(sample: Any) -> None:
-    """Check the index of a sample.
-
-    Raises:
-        InputError: the index is not an integer.
-    """
+    """Check the index of a sample."""
     if isinstance(sample, bool) or not isinstance(sample, int):
         raise InputError(
             f"sample must be the number of a row of the batch, got {sample!r}."

@@ -443,11 +443,7 @@ def _check_same_sites(rank_group: _RankGroup, answers: list[dict[str, Any]]) -> 
 
 
 def read_rank_checksums(place: Place, manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the ranks' folders, each with its manifest's checksum.
-
-    Raises:
-        FolderError: `write_ranks` did not write this manifest.
-    """
+    """Return the names of the ranks' folders, each with its manifest's checksum."""
     ranks = manifest["ranks"]
     if not isinstance(ranks, dict) or not ranks or not all(map(RANK.fullmatch, ranks)):
         raise FolderError(

@@ -137,11 +137,7 @@ def _verdict(flow: GradientFlow) -> str:
 
 
 def gradient_flow(log: Log, report: Report) -> GradientFlow:
-    """Make the table of the gradients in a log.
-
-    Raises:
-        NotRecordedError: no gradient port was recorded.
-    """
+    """Make the table of the gradients in a log."""
     numbers = [number for number, site in enumerate(log.sites) if site.is_gradient]
     if not numbers:
         raise NotRecordedError(

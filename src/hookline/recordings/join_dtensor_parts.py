@@ -55,11 +55,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Any) -> Layout | None:
-        """Read a layout of a manifest; None for that of an older hookline, which kept no placement.
-
-        Raises:
-            ValueError: the data is not a layout.
-        """
+        """Read a layout of a manifest; None for that of an older hookline, which kept no placement."""
         if data is True:
             return None
         try:

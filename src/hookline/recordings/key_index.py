@@ -220,11 +220,7 @@ class Index:
 
 
 def only_site(selection: Selection) -> Site:
-    """Return the only site of a selection.
-
-    Raises:
-        AmbiguousError: the selection has several sites, or none.
-    """
+    """Return the only site of a selection."""
     if len(selection) != 1:
         sites = [str(site) for site in selection]
         raise AmbiguousError(

@@ -168,11 +168,7 @@ def columns(nodes: Sequence[list[Node]], *kinds: str) -> list[tuple[Node, ...]]:
 
 
 def check_same_structure(question: str, ranks: list[int], nodes: Sequence[list[Node]]) -> None:
-    """Refuse values that are not of one structure, dtype and number of dimensions.
-
-    Raises:
-        RanksError: they are not; or a part of them can neither be combined nor compared.
-    """
+    """Refuse values that are not of one structure, dtype and number of dimensions."""
     for column in zip_longest(*nodes):
         if any(node is None or _structure_of(node) != _structure_of(column[0]) for node in column):
             texts = ["nothing more" if node is None else node_text(node) for node in column]
@@ -192,11 +188,7 @@ def check_same_structure(question: str, ranks: list[int], nodes: Sequence[list[N
 def check_equal_leaves(
     question: str, ranks: list[int], nodes: Sequence[list[Node]], kind: str
 ) -> None:
-    """Refuse leaves of a kind that are not the same on all ranks.
-
-    Raises:
-        RanksError: some are not.
-    """
+    """Refuse leaves of a kind that are not the same on all ranks."""
     for column in columns(nodes, kind):
         if any(node["text"] != column[0]["text"] for node in column):
             texts = [node["text"][:100] + _path_text(node) for node in column]

@@ -197,11 +197,7 @@ class Log:
     def single_value(
         self, lookup: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
     ) -> Any:
-        """Return the only value of a site in a pass.
-
-        Raises:
-            AmbiguousError: the site ran several times.
-        """
+        """Return the only value of a site in a pass."""
         values = self.values(lookup, current, entries, read)
         if len(values) > 1:
             key, calls = str(lookup), sorted(map(_call_number, entries))
@@ -271,11 +267,7 @@ class Log:
         return value if type(value) is Tensor else local_shards(value)
 
     def read_with_dtensors(self, entry: Entry) -> Any:
-        """Return an entry's unchanged value, with DTensors as they are.
-
-        Raises:
-            OverwrittenError: the value was changed in place after it was recorded.
-        """
+        """Return an entry's unchanged value, with DTensors as they are."""
         value = entry.value
         if isinstance(value, Stored):
             return value.load()

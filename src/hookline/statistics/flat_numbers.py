@@ -42,11 +42,7 @@ def measurable_parts(value: Tensor) -> Iterable[Tensor]:
 
 
 def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor of any layout as strided tensors.
-
-    Raises:
-        RuntimeError: a sparse tensor is too large to be made dense.
-    """
+    """Yield a tensor of any layout as strided tensors."""
     if tensor.is_nested:
         yield from tensor.unbind()
     elif tensor.is_quantized:
@@ -134,11 +130,7 @@ def signed_extremes(values: Tensor, is_finite: Tensor) -> Tensor:
 
 
 def check_tensor(value: object) -> None:
-    """Refuse a value that is no tensor.
-
-    Raises:
-        StructureError: it is none.
-    """
+    """Refuse a value that is no tensor."""
     if not isinstance(value, Tensor):
         raise StructureError(
             f"the value of a statistic must be a tensor, got {describe.in_words(value)}."
@@ -152,9 +144,6 @@ def check_slots(slots: object, n_slots: int | None) -> None:
     Args:
         slots: the slots.
         n_slots: their number; None where the value decides.
-
-    Raises:
-        StructureError: they are no flat float64 tensor of this length.
     """
     if torch.compiler.is_compiling():
         return

@@ -221,12 +221,7 @@ def _explain_errors(data: Any) -> Iterator[None]:
 
 
 def _check_engine(engine: Any, ranks: Ranks, setup: Setup) -> None:
-    """Refuse what an engine cannot do.
-
-    Raises:
-        InputError: there is no such engine, the data has no length for several ranks, or FSDP1
-            shards the model.
-    """
+    """Refuse what an engine cannot do."""
     fix = "Leave it out to run in this process, or on the ranks of its process group."
     check_one_of("engine", engine, ("ray", None), fix)
     if engine == "ray" and ranks.n > 1:

@@ -176,9 +176,6 @@ def _report_waiting(ray: Any, device: str, seconds: float) -> None:
         ray: Ray.
         device: the type of the model's device.
         seconds: how long this has lasted.
-
-    Raises:
-        RanksError: this is too long.
     """
     n_threads = torch.get_num_threads()
     free, there = ray.available_resources(), ray.cluster_resources()
@@ -293,11 +290,7 @@ class _ProcessState:
 
 
 def _check_model_copy(worker: Worker, job: Job) -> None:
-    """Compare the values that this actor's copy of the model gives for the first batch.
-
-    Raises:
-        RanksError: it gives other values than the driver's model.
-    """
+    """Compare the values that this actor's copy of the model gives for the first batch."""
     if job.first_batch is None:
         return
     values = worker.summary(worker.run_first())
@@ -314,11 +307,7 @@ def _check_model_copy(worker: Worker, job: Job) -> None:
 
 
 def _fetch_setup(setup: Any) -> Setup:
-    """Return what the driver has sent.
-
-    Raises:
-        InputError: a class or function of it cannot be imported here.
-    """
+    """Return what the driver has sent."""
     try:
         received: Setup = import_ray().get(setup)
     except Exception as error:

@@ -63,11 +63,7 @@ class Extracting(TypedDict, total=False):
 
 
 def check_options(options: Extracting) -> None:
-    """Check what is not checked where it is used.
-
-    Raises:
-        InputError: an option has another type, or is too small.
-    """
+    """Check what is not checked where it is used."""
     mask, inputs, n_bytes = options.get("mask"), options.get("inputs"), options.get("shard_bytes")
     if not (mask is None or isinstance(mask, str) or callable(mask)):
         raise InputError(

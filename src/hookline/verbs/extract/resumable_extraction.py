@@ -132,11 +132,7 @@ class Extraction:
         )
 
     def _compare_ranks(self) -> None:
-        """Compare the jobs of all ranks, and what decides the bits of their results.
-
-        Raises:
-            RanksError: their jobs differ.
-        """
+        """Compare the jobs of all ranks, and what decides the bits of their results."""
         answers = self._ranks.gather(lambda: [self._job.as_json(), environment()])
         for rank, (job, there) in enumerate(answers):
             differences = Job.from_json(job).differences(Job.from_json(answers[0][0]))
@@ -223,11 +219,7 @@ class Extraction:
         return False
 
     def _compare_first_batch(self) -> None:
-        """Compare the first batch with that of the store that was begun here. A collective.
-
-        Raises:
-            FolderError: the model gives other values.
-        """
+        """Compare the first batch with that of the store that was begun here. A collective."""
         differences = self._ranks.on_first(self._first_batch_differences)
         if differences and self._is_repeatable(self._ranks.gather(lambda: self._job.first_batch)):
             raise FolderError(

@@ -192,11 +192,7 @@ class Worker:
         self._runner.recording.pop_passes()
 
     def _inputs_of(self, batch: NumberedBatch) -> Any:
-        """Return the model's inputs from a batch.
-
-        Raises:
-            InputError: they are a list, or have not one row for each item of the batch.
-        """
+        """Return the model's inputs from a batch."""
         data = _lone_tensor(batch.data) if self._inputs is None else self._inputs(batch.data)
         if isinstance(data, list):
             raise InputError(
@@ -313,11 +309,7 @@ def _parts_with_code(signature: inspect.Signature, data: Any) -> Iterator[tuple[
 
 
 def _check_reached(missing: Sequence[Site], passes: Sequence[PassRecord], number: int) -> None:
-    """Check that the model reached each site.
-
-    Raises:
-        NotRecordedError: it did not.
-    """
+    """Check that the model reached each site."""
     if missing and number:
         raise NotRecordedError(
             f"{missing[0]} must have a value for each batch, got none for batch {number}."
