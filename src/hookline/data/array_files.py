@@ -146,14 +146,7 @@ def _read_npy_header(file: Any) -> tuple[bool, tuple[int, ...], np.dtype[Any]]:
 @final
 @dataclass(eq=False)
 class CompressedArray:
-    """An array in a compressed `.npz` file. It is read whole on first use, and pickles as its name.
-
-    Args:
-        path: the file.
-        key: the name of the array.
-        shape: its shape.
-        dtype: its dtype.
-    """
+    """An array in a compressed `.npz` file, read whole on first use. It pickles as its name."""
 
     path: Path
     key: str

@@ -255,12 +255,7 @@ class _Batches(Dataset[RawBatch]):
 @final
 @dataclass(eq=False)
 class _StartWorker:
-    """Start a worker process as a user's own DataLoader would.
-
-    Args:
-        dataset: the user's own data set.
-        then: the user's `worker_init_fn`.
-    """
+    """Start a worker process as a user's own DataLoader would."""
 
     dataset: Any
     then: Callable[[int], None] | None

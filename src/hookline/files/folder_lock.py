@@ -77,16 +77,11 @@ class _Owner(NamedTuple):
 
 @final
 class FolderLock:
-    """Lock the folder of one writer.
+    """Lock the folder of one writer."""
 
-    Args:
-        folder: the folder.
-        shown: the folder as the user wrote it.
-    """
-
-    def __init__(self, folder: Path, place: str) -> None:
+    def __init__(self, folder: Path, shown: str) -> None:
         self._folder = folder
-        self._shown = place
+        self._shown = shown
         self._path = folder / _LOCK
         self._handle: ForkSafeHandle | None = None
 

@@ -291,11 +291,7 @@ class LocalPlace:
 
 @final
 class RemotePlace:
-    """A URL that fsspec reads and writes. It has no locks: two writers are not kept apart.
-
-    Args:
-        url: the URL.
-    """
+    """A URL that fsspec reads and writes. It has no locks: two writers are not kept apart."""
 
     most_bytes = 2**28  # a file is one request
     again = AGAIN

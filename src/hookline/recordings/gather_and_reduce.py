@@ -257,7 +257,7 @@ def join_by_replica(
 def _dtensor_parts(
     tensors: Sequence[Tensor], part_by_id: Mapping[int, Part], dim: int | None, question: str
 ) -> list[Part] | None:
-    """Return the parts of a DTensor; None for plain tensors, and where `dim` says how to join them."""
+    """Return the parts of a DTensor; None for plain tensors, and where `dim` joins them."""
     parts = [part_by_id[id(tensor)] for tensor in tensors if id(tensor) in part_by_id]
     if len(parts) < len(tensors):
         return None

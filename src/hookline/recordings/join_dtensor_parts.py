@@ -55,7 +55,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Any) -> Layout | None:
-        """Read a layout of a manifest; None for that of an older hookline, which kept no placement."""
+        """Read a layout of a manifest; None for one of an older hookline, without placements."""
         if data is True:
             return None
         try:

@@ -39,11 +39,7 @@ def _c_function(library: ctypes.CDLL, name: str, *types: type) -> Any:
 
 @final
 class NativeMoments:
-    """Call the compiled functions of `moments.c`.
-
-    Args:
-        library: the compiled library.
-    """
+    """Call the compiled functions of `moments.c`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._measure = {
@@ -102,11 +98,7 @@ READ_BY_C = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @final
 class NativeDifference:
-    """Call the compiled functions of `difference.c`.
-
-    Args:
-        library: the compiled library.
-    """
+    """Call the compiled functions of `difference.c`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         of_b = _POINTER, _NUMBER, _NUMBER, _POINTER

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -347,9 +348,4 @@ def _unravel_index(element: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
     """Return the index of an element by its number; none of equal values."""
     if not element or not tensor.numel():
         return ()
-    index: list[int] = []
-    number = sum(element)
-    for length in reversed(tensor.shape):
-        number, place = divmod(number, length)
-        index.insert(0, place)
-    return tuple(index)
+    return tuple(map(int, np.unravel_index(sum(element), tuple(tensor.shape))))

@@ -34,13 +34,7 @@ class Engine(Protocol):
 @final
 @dataclass(frozen=True)
 class InProcess:
-    """Makes shards in this process; each rank of several makes every n-th one.
-
-    Args:
-        place: where the store is.
-        worker: runs the batches.
-        ranks: the processes that do the job together.
-    """
+    """Makes shards in this process; each rank of several makes every n-th one."""
 
     place: Place
     worker: Worker

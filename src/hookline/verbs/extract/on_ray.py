@@ -170,13 +170,7 @@ class OnRay:
 
 
 def _report_waiting(ray: Any, device: str, seconds: float) -> None:
-    """Tell that no actor has started, because others hold the CPUs of the cluster.
-
-    Args:
-        ray: Ray.
-        device: the type of the model's device.
-        seconds: how long this has lasted.
-    """
+    """Tell that no actor has started, because others hold the CPUs of the cluster."""
     n_threads = torch.get_num_threads()
     free, there = ray.available_resources(), ray.cluster_resources()
     kinds = ("CPU", "GPU") if device == "cuda" else ("CPU",)

@@ -32,12 +32,6 @@ class OnShardedRanks:
     A forward of a sharded model gathers weights: a collective. With FSDP2, each rank has batches
     of its own, and one that has none left runs its last batch again. With tensor parallelism, all
     ranks run each batch, and rank 0 writes.
-
-    Args:
-        place: where the store is.
-        model: the model.
-        worker: runs the batches.
-        ranks: the processes that do the job together.
     """
 
     def __init__(self, place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> None:

@@ -29,29 +29,11 @@ _MOST_NAMED = 3
 
 
 class Extracting(TypedDict, total=False):
-    """The options of `hl.extract` about what is kept, and how data is loaded.
-
-    Args:
-        keep: what to keep of each value, as in `hl.record`.
-        dtype: the dtype of floating tensors as stored; None keeps theirs.
-        mask: for rows that are tokens: the key of the mask in a batch that is a dict, or a function
-            that takes the batch and returns a mask of shape (items, tokens), or the length of each
-            item. Values with a row a token are stored without padding. None: rows are items.
-        inputs: a function that takes a batch and returns what the model takes; None takes all.
-        workers: the processes that load data; 0 loads it in this one.
-        on_error: "raise" stops at an item that cannot be loaded; "skip" leaves it out and lists it
-            in `store.skipped`.
-        preprocess: for a folder of images: the function that makes a tensor of a picture.
-        tokenize: for text: a tokenizer of transformers, or a function that takes a list of strings
-            and returns the batch.
-        eval: False keeps the mode that the model is in.
-        shard_bytes: about how large a shard is, in bytes.
-        progress: False shows no progress bar; it is only shown in a terminal.
-    """
+    """The options about what is kept and how data is loaded; `hl.extract` says what each does."""
 
     keep: Callable[[Any], Any] | None
     dtype: torch.dtype | None
-    mask: str | Callable[[Any], Tensor] | None
+    mask: str | Callable[[Any], torch.Tensor] | None
     inputs: Callable[[Any], Any] | None
     workers: int
     on_error: Literal["raise", "skip"]
@@ -88,14 +70,7 @@ def check_options(options: Extracting) -> None:
 @final
 @dataclass(frozen=True)
 class Setup:
-    """Hold what a process needs to make any shard of a job.
-
-    Args:
-        model: the model.
-        selector: the sites.
-        source: the data.
-        options: the options of `hl.extract`.
-    """
+    """Hold what a process needs to make any shard of a job."""
 
     model: nn.Module
     selector: Selector
@@ -143,13 +118,7 @@ class Setup:
 
 
 def _gather_whole(keep: Callable[[Any], Any] | None, dtype: torch.dtype | None, value: Any) -> Any:
-    """Gather a value of which each rank has a part, and return what is stored of it. A collective.
-
-    Args:
-        keep: what is kept of the whole value.
-        dtype: the dtype of floating tensors as stored.
-        value: this rank's part.
-    """
+    """Gather a value that ranks have parts of, and return what is stored of it. A collective."""
     whole = tree.map_tensors(_whole, value)
     if keep is not None:
         whole = call_in_float32(keep, whole)

@@ -54,12 +54,6 @@ class Extraction:
 
     Rank 0 alone reads and writes the manifest. Each rank runs the first batch, since a model whose
     weights are sharded runs on all ranks or on none.
-
-    Args:
-        place: where the store is.
-        setup: model, data and options.
-        worker: runs the batches.
-        ranks: the processes that do the job together.
     """
 
     def __init__(self, place: Place, setup: Setup, worker: Worker, ranks: Ranks) -> None:

@@ -217,12 +217,7 @@ class Worker:
 @final
 @dataclass(frozen=True)
 class _GatheredRecord:
-    """A pass whose values are gathered from all ranks when they are looked up.
-
-    Args:
-        record: the pass.
-        gather: makes of a value the one that is stored.
-    """
+    """A pass whose values are gathered from all ranks when they are looked up."""
 
     record: PassRecord
     gather: Callable[[Any], Any]
