@@ -171,10 +171,12 @@ class Draft:
             self._mark.close()
             # Another writer, who has replaced the manifest meanwhile, left the files to this one.
             if self._leads and (not self._is_committed or self._written != _manifest_state(place)):
-                names = place.names(hidden=True)
-                _remove_unnamed(place, [name for name in names if self.token in name])
+                _remove_unnamed(place, self._own_names())
                 if self._is_new and not self._is_committed and isinstance(place, LocalPlace):
                     place.folder.rmdir()  # unless it holds files
+
+    def _own_names(self) -> list[str]:
+        return [name for name in self._place.names(hidden=True) if self.token in name]
 
     def commit(self, manifest: bytes) -> None:
         """Replace the manifest, and remove the files that the new one does not name.

@@ -144,14 +144,18 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
                     f"{place} was recorded in a loop that cannot be run again, and is damaged:"
                     f" {damaged[0]}.\nRead the other shards: hl.open reads all that are whole."
                 )
-            for name in [name for name, fault in damaged if fault != _GONE]:
-                place.remove(name)
+            _remove_damaged(place, damaged)
             write_manifest(place, manifest["job"], manifest["environment"])
         elif is_loop and manifest["shards"] is None and shards:  # its process was killed
             _check_no_gap(place, shards, damaged)
             write_manifest(place, manifest["job"], manifest["environment"], shards)
             return Repair([], manifest=True)
         return Repair(damaged, manifest=False)
+
+
+def _remove_damaged(place: Place, damaged: list[Damage]) -> None:
+    for name in [name for name, fault in damaged if fault != _GONE]:
+        place.remove(name)
 
 
 def _nothing_whole_error(place: Place) -> FolderError:
