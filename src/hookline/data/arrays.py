@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from hookline.data.buffer_pool import BufferPool
 from hookline.data.fingerprints import N_SAMPLES, WHOLE_BYTES, spread_indices
-from hookline.data.indexed_source import RawBatch
+from hookline.data.indexed_source import Items, RawBatch
 from hookline.display.text import listed, torch_name
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
@@ -136,7 +136,7 @@ class ArrayRows:
 
 
 @final
-class ArrayItems:
+class ArrayItems(Items):
     """Items that are rows of arrays of one length.
 
     Args:
@@ -148,7 +148,6 @@ class ArrayItems:
         InputError: an array has no rows, a dtype that torch lacks, or a length of its own.
     """
 
-    names = None
     may_draw_random = False
     fix = "Give arrays of one length."
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from hookline.models.loaded_model import Preprocess
 
@@ -26,31 +27,30 @@ class NumberedBatch(NamedTuple):
     skipped: list[tuple[int, str]]
 
 
-class DataSource(Protocol):
+class DataSource(ABC):
     """A data set as batches by number.
 
     Batch k has the items from `k * batch_size` up to `(k + 1) * batch_size`, whichever batches
     were asked for before. Batches of an iterable are those that it gives.
+
+    Attributes:
+        batch_size: the items of a batch; 0 for an iterable, whose batches have their own sizes.
+        n_items: the number of items; None for an iterable.
+        names: the file name of each item; None where items are not files.
     """
 
-    @property
-    def batch_size(self) -> int:
-        """The number of items a batch; 0 for an iterable, whose batches have sizes of their own."""
+    batch_size: int
+    n_items: int | None = None
+    names: list[str] | None = None
 
-    @property
-    def n_items(self) -> int | None:
-        """The number of items; None for an iterable."""
-
-    @property
-    def names(self) -> list[str] | None:
-        """The file name of each item; None where items are not files."""
-
+    @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return what tells this data set from another one, for JSON.
 
         The same content has the same identity in another folder, process or machine.
         """
 
+    @abstractmethod
     def batches(self, numbers: Iterable[int]) -> Iterator[NumberedBatch]:
         """Load batches, in the order in which they are asked for.
 

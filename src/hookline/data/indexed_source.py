@@ -8,13 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from hookline.data.data_source import LoadOptions, NumberedBatch
+from hookline.data.data_source import DataSource, LoadOptions, NumberedBatch
 from hookline.data.seeding import seeded
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import map_tensors, tensors
@@ -113,26 +113,28 @@ def _pin_if_dense(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if is_dense and tensor.device.type == "cpu" else tensor
 
 
-class Items(Protocol):
-    """A data set whose items are found by their index."""
+class Items(ABC):
+    """A data set whose items are found by their index.
 
-    @property
-    def names(self) -> list[str] | None:
-        """The file name of each item, or None."""
+    Attributes:
+        names: the file name of each item, or None.
+        fix: what to do where the items of a batch do not fit together.
+        may_draw_random: whether code that is not hookline's loads items, and may draw random
+            numbers.
+    """
 
-    @property
-    def fix(self) -> str:
-        """Say in one sentence what to do where the items of a batch do not fit together."""
+    names: list[str] | None = None
+    fix: str
+    may_draw_random: bool = True
 
-    @property
-    def may_draw_random(self) -> bool:
-        """Tell whether code that is not hookline's loads items, and may draw random numbers."""
-
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return what tells this data set from another one."""
 
+    @abstractmethod
     def load(self, number: int, indices: range, *, pinned: bool = False) -> RawBatch:
         """Load a batch; errors are in the result.
 
@@ -141,17 +143,13 @@ class Items(Protocol):
         """
 
 
-class SingleItems(ABC):
+class SingleItems(Items):
     """Items that are loaded one by one, so that those that fail are known.
 
     Attributes:
-        names: the file name of each item, or None.
-        may_draw_random: whether code that is not hookline's loads items.
         root: the folder of the data, cut out of the texts of errors.
     """
 
-    names: list[str] | None = None
-    may_draw_random = True
     root = ""
 
     @abstractmethod
@@ -269,7 +267,7 @@ class _StartWorker:
 
 
 @final
-class IndexedSource:
+class IndexedSource(DataSource):
     """Batches of items that are found by their index.
 
     Args:
@@ -287,16 +285,12 @@ class IndexedSource:
         self._options = options or {}
         self.batch_size: int = loading.batch_size
         self.n_items: int = len(items)
+        self.names = items.names
 
     @property
     def dataset(self) -> Any:
         """Return the user's own data set, or the items that were made of other data."""
         return getattr(self._items, "dataset", self._items)
-
-    @property
-    def names(self) -> list[str] | None:
-        """The file name of each item; None where items are not files."""
-        return self._items.names
 
     def identity(self) -> dict[str, Any]:
         """Return what tells this data set from another one, for JSON."""

@@ -11,7 +11,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from hookline.data.data_source import NumberedBatch
+from hookline.data.data_source import DataSource, NumberedBatch
 from hookline.data.indexed_source import DataSetError, Failure, are_texts, start_iterator
 from hookline.data.seeding import seeded
 from hookline.data.texts import text_or_data
@@ -21,7 +21,7 @@ from hookline.errors import InputError
 
 
 @final
-class IterableSource:
+class IterableSource(DataSource):
     """Batches as an iterable gives them.
 
     An iterator is consumed once, over all calls of `batches`. Any other iterable begins anew when
@@ -35,8 +35,6 @@ class IterableSource:
     """
 
     batch_size = 0
-    n_items = None
-    names = None
 
     def __init__(
         self,

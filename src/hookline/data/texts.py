@@ -46,9 +46,6 @@ class TextItems(SingleItems):
         self._tokenize = tokenize
 
     @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
     def read_texts(self, indices: Sequence[int]) -> list[str | None]:
         """Read texts; None where there is none."""
 
