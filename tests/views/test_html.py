@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.recordings import notebook_html
+from hookline.recordings import judge_passes
 
 
 class Cells(HTMLParser):
@@ -93,7 +93,7 @@ def test_a_healthy_recording_says_so_and_an_empty_one_nothing(net, image):
 def test_a_large_recording_is_not_read_to_be_shown(net, image, monkeypatch):
     with torch.no_grad(), hl.record(net, nn.Conv2d) as run:
         net(image)
-    monkeypatch.setattr(notebook_html, "_MOST_BYTES", 100)
+    monkeypatch.setattr(judge_passes, "_MOST_BYTES", 100)
     shown = Cells(run._repr_html_())
     assert "print(run.findings()) says what is wrong" in shown.text
     assert "svg" not in shown.tags

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from hookline.data import array_files
@@ -15,21 +19,31 @@ from hookline.data.data_source import LoadOptions
 from hookline.data.dataset_items import DatasetItems
 from hookline.data.images import ImageItems
 from hookline.data.indexed_source import IndexedSource, Items
-from hookline.data.path_items import SUFFIXES, items_of_path, resolve_path
-from hookline.data.random_batch import PREFIX, make_random, seeded_integers, seeded_normal
+from hookline.data.make_source import SUFFIXES, items_of_path, resolve_path
 from hookline.data.texts import TextItems, as_tokenizer
 from hookline.display.text import plural
-from hookline.errors import InputError
+from hookline.errors import InputError, check_one_of
 from hookline.models.demo import load_demo_digits
 from hookline.models.loaded_model import Batch, LoadedModel, describe
 from hookline.models.packages import import_package
-from hookline.util.local_paths import is_file, is_folder, is_special
+from hookline.util.local_paths import is_file, is_folder, is_special, printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _MAX_ITEMS = 64  # of pictures and rows; texts are small
 _N_TEXT_SHOWN = 40
+# Of random numbers.
+_RANDOM = "random:"
+_DTYPES = (
+    "float32", "float", "float64", "double", "float16", "half", "bfloat16", "int64", "long",
+    "int32", "int", "uint8", "bool",
+)  # fmt: skip
+_SEED = 0
+_N_IDS = 100
+_MAX_ELEMENTS = 2**31
+_MAX_DIMENSIONS = 64  # torch's own limit
+_N_DIGITS = 20  # more digits than any valid size has
 # Of the input that is guessed.
 _TEXT = "A line holds hooks together for a while."
 _N_TOKENS = 8
@@ -68,8 +82,8 @@ def load_input(spec: str, loaded: LoadedModel) -> Batch:
         InputError: the file does not exist, is broken or of an unknown kind, or the model does not
             take such an input. The message gives the fix.
     """
-    if spec.lower().startswith(PREFIX):
-        return make_random(spec, loaded)
+    if spec.lower().startswith(_RANDOM):
+        return _make_random(spec, loaded)
     if spec == "demo" and loaded.name == "demo:digits":
         return _demo_batch()
     if loaded.tokenize is not None and _is_text(spec):
@@ -83,6 +97,70 @@ def load_input(spec: str, loaded: LoadedModel) -> Batch:
     if path.suffix.lower() in array_files.SUFFIXES and not is_folder(path):
         return _load_arrays(path, loaded.model)
     return _load_path(path, loaded)
+
+
+def _make_random(spec: str, loaded: LoadedModel) -> Batch:
+    """Draw the input that `random:SHAPE[:DTYPE]` describes, from a fixed seed.
+
+        >>> _make_random("random:1x128:int64", loaded).description
+        'random, 1x128 int64'
+
+    Args:
+        spec: `random:1x3x224x224`, or with a dtype: `random:1x128:int64`. The default dtype is
+            float32. Floats are drawn from the normal distribution. Integers are drawn from 0 to
+            99, or below the size of the model's vocabulary if that is smaller. For bool, true and
+            false are equally likely.
+        loaded: the model.
+
+    Raises:
+        InputError: the shape or the dtype is malformed, or the tensor would be too large.
+    """
+    match = re.fullmatch(r"random:([0-9]+(?:x[0-9]+)*)(?::(\w+))?", spec.strip(), re.IGNORECASE)
+    if match is None:
+        raise InputError(
+            f"the input must be random:SHAPE or random:SHAPE:DTYPE, got {printable(spec)}.\n"
+            "For instance random:1x3x224x224 for a picture, random:1x128:int64 for tokens."
+        )
+    name = (match[2] or "float32").lower()
+    fix = f"Write random:{match[1]}:float32, for instance."
+    check_one_of(f"the type in {spec!r}", name, _DTYPES, fix)
+    shape = [int(size[:_N_DIGITS]) for size in re.split("x", match[1], flags=re.IGNORECASE)]
+    if math.prod(shape) > _MAX_ELEMENTS or len(shape) > _MAX_DIMENSIONS:
+        raise InputError(
+            f"the shape must have at most {_MAX_ELEMENTS:,} numbers and {_MAX_DIMENSIONS}"
+            f" dimensions, got {printable(spec)}.\nGive a smaller shape."
+        )
+    dtype = getattr(torch, name)
+    if dtype.is_floating_point:
+        tensor = _seeded_normal(shape).to(dtype)
+    else:
+        high = 2 if dtype is torch.bool else min(_N_IDS, _vocabulary_size(loaded.model))
+        tensor = _seeded_integers(shape, high).to(dtype)
+    return Batch((tensor,), {}, f"random, {describe(tensor)}")
+
+
+def _seeded_normal(shape: Sequence[int]) -> Tensor:
+    """Draw floats from the normal distribution, from a fixed seed."""
+    return torch.randn(shape, generator=_seeded_generator(), device="cpu")
+
+
+def _seeded_integers(shape: Sequence[int], high: int) -> Tensor:
+    """Draw integers from 0 to below `high`, from a fixed seed."""
+    return torch.randint(0, high, shape, generator=_seeded_generator(), device="cpu")
+
+
+def _seeded_generator() -> torch.Generator:
+    """Return a separate generator: torch's global random state is not consumed."""
+    return torch.Generator().manual_seed(_SEED)
+
+
+def _vocabulary_size(model: nn.Module) -> int:
+    get = getattr(model, "get_input_embeddings", None)
+    try:
+        embeddings = get() if callable(get) else None
+    except NotImplementedError:  # transformers raises it for a model without embeddings
+        return _N_IDS
+    return embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else _N_IDS
 
 
 def picture_batch(
@@ -241,11 +319,11 @@ def _guess_by_first_layer(loaded: LoadedModel) -> Batch | None:
 
 def _random_input_for(module: nn.Module) -> Tensor | None:
     if isinstance(module, nn.Embedding):
-        return seeded_integers((1, _N_TOKENS), module.num_embeddings)
+        return _seeded_integers((1, _N_TOKENS), module.num_embeddings)
     if isinstance(module, nn.Linear):
-        return seeded_normal((1, module.in_features))
+        return _seeded_normal((1, module.in_features))
     for kind, n_sides in _CONVOLUTIONS.items():
         if type(module) is kind:
             side = _SIDE if n_sides < 3 else _SIDE // 4
-            return seeded_normal((1, module.in_channels, *[side] * n_sides))
+            return _seeded_normal((1, module.in_channels, *[side] * n_sides))
     return None

@@ -2,14 +2,14 @@
 
 from hookline.recordings.atomic_replace import check_target as check_target
 from hookline.recordings.atomic_replace import place_of_recording as place_of_recording
-from hookline.recordings.detect_overwrites import StampWithCopies as StampWithCopies
-from hookline.recordings.detect_overwrites import UndetectableStamp as UndetectableStamp
-from hookline.recordings.detect_overwrites import stamp as stamp
 from hookline.recordings.encoding import Fields as Fields
 from hookline.recordings.encoding import NotSaved as NotSaved
 from hookline.recordings.gradient_flow import GradientFlow as GradientFlow
 from hookline.recordings.gradient_flow import GradientRow as GradientRow
 from hookline.recordings.log_entries import PartialGradients as PartialGradients
+from hookline.recordings.log_entries import StampWithCopies as StampWithCopies
+from hookline.recordings.log_entries import UndetectableStamp as UndetectableStamp
+from hookline.recordings.log_entries import stamp as stamp
 from hookline.recordings.opening import open_recording as open_recording
 from hookline.recordings.pass_record import PassRecord as PassRecord
 from hookline.recordings.recording import Recording as Recording

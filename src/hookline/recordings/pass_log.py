@@ -30,14 +30,15 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import leaves, tree
 from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError, SiteError
-from hookline.recordings.detect_overwrites import (
+from hookline.recordings.key_index import Index, Key, Lookup, PartSites
+from hookline.recordings.log_entries import (
+    Entry,
+    PartialGradients,
     StampWithCopies,
     UndetectableStamp,
     is_unchanged,
     stamp,
 )
-from hookline.recordings.key_index import Index, Key, Lookup, PartSites
-from hookline.recordings.log_entries import Entry, PartialGradients
 from hookline.recordings.stored_values import Stored
 
 Read = Callable[[Entry], Any]

@@ -39,11 +39,10 @@ from hookline.findings.finding import Findings
 from hookline.recordings.folder import has_several_ranks, write_ranks, write_recording
 from hookline.recordings.gradient_flow import GradientFlow, gradient_flow
 from hookline.recordings.join_passes import cat_passes, stack_passes, suggest_join_code
-from hookline.recordings.judge_passes import judge_passes
+from hookline.recordings.judge_passes import findings_html, judge_passes
 from hookline.recordings.key_index import Key, Lookup
 from hookline.recordings.log_entries import Contents, Entry, PassContents
 from hookline.recordings.lookups import Lookups
-from hookline.recordings.notebook_html import findings_html
 from hookline.recordings.pass_log import Log, Read, append_transformed, note_copied
 from hookline.recordings.pass_record import PassList, PassRecord, make_pass
 from hookline.recordings.site_tables import MOST_PASSES, recording_printout, site_rows
