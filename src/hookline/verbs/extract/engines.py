@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol, final
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError
@@ -16,42 +14,28 @@ from hookline.stores.shard_file import Shard, ShardWriter, name_of, read_shard
 from hookline.verbs.extract.collective_steps import Pulse, Ranks
 from hookline.verbs.extract.worker import Worker, run_shards
 
-
-class Engine(Protocol):
-    """Makes the shards of a job: in this process, or in several."""
-
-    def run(self, job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
-        """Make shards, and write them.
-
-        Args:
-            job: the job, planned.
-            shards: the numbers of the shards, in order; endless for data without a length.
-            on_written: called with each shard that is on disk; those that other processes have
-                written may be left out. May be called in another thread.
-        """
+# Makes shards of a planned job, by their numbers, which are endless for data without a length. It
+# calls a function with each shard that is on disk, perhaps in another thread; it may leave out
+# those that other processes have written.
+Engine = Callable[[Job, Iterable[int], Callable[[Shard], None]], None]
 
 
-@final
-@dataclass(frozen=True)
-class InProcess:
-    """Makes shards in this process; each rank of several makes every n-th one."""
+def in_process(place: Place, worker: Worker, ranks: Ranks) -> Engine:
+    """Return the engine that makes shards in this process; each of several ranks every n-th one."""
 
-    place: Place
-    worker: Worker
-    ranks: Ranks
-
-    def run(self, job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
-        """Make this rank's share of shards, and wait for the others."""
-        share = itertools.islice(shards, self.ranks.me, None, self.ranks.n)
+    def run(job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
+        share = itertools.islice(shards, ranks.me, None, ranks.n)
 
         def work(pulse: Pulse) -> None:
             def note(shard: Shard) -> None:
                 on_written(shard)
                 pulse.beat()
 
-            write_shards(self.place, self.worker, job, pulse.until_failure(share), note)
+            write_shards(place, worker, job, pulse.until_failure(share), note)
 
-        self.ranks.run_at_own_pace(work)
+        ranks.run_at_own_pace(work)
+
+    return run
 
 
 def write_shards(

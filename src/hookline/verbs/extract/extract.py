@@ -14,11 +14,11 @@ from hookline.data.data_source import LoadOptions
 from hookline.data.make_source import make_source
 from hookline.engine import Selector, require_model, sharding_kind, unwrap_ddp
 from hookline.errors import FolderError, HooklineError, InputError, check_one_of, check_option_names
-from hookline.files.folder_or_url import Place, place_of
+from hookline.files.folder_or_url import place_of
 from hookline.stores import Store, open_store
 from hookline.stores.job_manifest import is_finished
 from hookline.verbs.extract.collective_steps import Ranks
-from hookline.verbs.extract.engines import Engine, InProcess
+from hookline.verbs.extract.engines import Engine, in_process
 from hookline.verbs.extract.on_ray import OnRay
 from hookline.verbs.extract.on_sharded_ranks import OnShardedRanks
 from hookline.verbs.extract.process_setup import Extracting, Setup, check_options
@@ -181,7 +181,11 @@ def extract(
                 ray.connect()
             worker = stack.enter_context(setup.worker())
             _ = worker.first  # loaded here, where an error is told to all ranks
-            return setup, worker, ray or _in_process_engine(place, setup.model, worker, ranks)
+            if ray is not None:
+                return setup, worker, ray.run
+            if ranks.n > 1 and sharding_kind(setup.model):
+                return setup, worker, OnShardedRanks(place, setup.model, worker, ranks).run
+            return setup, worker, in_process(place, worker, ranks)
 
         setup, worker, chosen = ranks.on_each(prepare)
 
@@ -239,9 +243,3 @@ def _check_engine(engine: Any, ranks: Ranks, setup: Setup) -> None:
             "model must be sharded by fully_shard, got a FullyShardedDataParallel."
             "\nWrite torch.distributed.fsdp.fully_shard(model)."
         )
-
-
-def _in_process_engine(place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> Engine:
-    if ranks.n > 1 and sharding_kind(model):
-        return OnShardedRanks(place, model, worker, ranks)
-    return InProcess(place, worker, ranks)

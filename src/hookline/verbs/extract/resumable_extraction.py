@@ -102,7 +102,7 @@ class Extraction:
             n_shards = self._job.n_shards
             each: Iterable[int] = itertools.count() if n_shards is None else range(n_shards)
             missing = (number for number in each if number not in numbers)
-            engine.run(self._job, missing, progress.note_shard)
+            engine(self._job, missing, progress.note_shard)
         self._ranks.run_at_own_pace(self._write_final_manifest)
 
     def _job_before_run(self, setup: Setup) -> Job:
