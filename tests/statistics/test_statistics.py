@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hookline as hl
-from hookline.statistics import flat_numbers, magnitude_bins
+from hookline.statistics import flat_numbers, histogram
 from processes import on_ranks
 from thoroughness import examples
 
@@ -134,7 +134,7 @@ def test_a_tensor_in_chunks_gives_the_slots_of_the_whole(name, monkeypatch):
     views = (x, x.to(memory_format=torch.channels_last), x[:, ::2], x.expand(3, 4, 6, 5, 7))
     whole = [slots_of(MAKERS[name](), value) for value in views]
     monkeypatch.setattr(flat_numbers, "CHUNK_NUMEL", 50)
-    monkeypatch.setattr(magnitude_bins, "_CHUNK_NUMEL", 50)
+    monkeypatch.setattr(histogram, "_CHUNK_NUMEL", 50)
     for value, expected in zip(views, whole, strict=True):
         assert_same_slots(slots_of(MAKERS[name](), value), expected)
 

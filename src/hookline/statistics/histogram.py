@@ -1,20 +1,38 @@
-"""Histograms with fixed edges, which add up."""
+"""Counts of numbers in fixed bins that are spaced by magnitude, and histograms of these."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from hookline.display.units import measure
-from hookline.statistics.flat_numbers import check_slots
-from hookline.statistics.magnitude_bins import BinnedStatistic
+from hookline.errors import InputError
+from hookline.statistics.flat_numbers import (
+    check_slots,
+    flat_chunks,
+    measurable_parts,
+    signed_extremes,
+    slot_device,
+    to_real_float,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BARS = 64
+_CHUNK_NUMEL = 2**16  # elements whose bins stay in a core's cache
+_N_EXTREMES = 2
+
+# What the bits of a float64 and of a float32 are: the integer, its mantissa's length, the exponent
+# of 1, and the bits of infinity.
+_LAYOUTS = {
+    torch.float64: (torch.int64, 52, 1023, 0x7FF0_0000_0000_0000),
+    torch.float32: (torch.int32, 23, 127, 0x7F80_0000),
+}
 
 
 @final
@@ -89,6 +107,97 @@ class Histogram:
         bars = "".join(_BARS[-(-7 * count // top)] if count else " " for count in counts)
         ends = (measure(self.edges[place]) for place in (filled[0], filled[-1] + 1))
         return f"{text}\n{next(ends)} {bars} {next(ends)}"
+
+
+class BinnedStatistic:
+    """Count in bins from `low` to `high` and from `-high` to `-low`, spaced by magnitude.
+
+    Each octave, from a power of two to the next, is divided into equal bins. So the bin of a number
+    is in the first bits of the number. It is exact, and the same on each device and for each dtype.
+
+    The slots are the counts in increasing order, zero in the middle: numbers up to `-high`, the
+    negative bins, numbers between `-low` and 0, zeros, and so on. Then come the count of non-finite
+    numbers and the greatest -x and x. A statistic inherits from this class, and adds the result.
+    """
+
+    takes_blocks = True
+
+    def __init__(self, low: float, high: float, per_octave: int) -> None:
+        are_numbers = isinstance(low, int | float) and isinstance(high, int | float)
+        if not (are_numbers and 2.0**-126 <= low < high <= 2.0**127):
+            raise InputError(
+                f"low and high must be 2**-126 <= low < high <= 2**127, got {low!r} and {high!r}."
+                "\nGive magnitudes: low=1e-9, high=1e9."
+            )
+        if per_octave not in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+            raise InputError(
+                f"per_octave must be a power of two from 1 to 1024, got {per_octave!r}."
+                "\nGive per_octave=4."
+            )
+        self._first = math.floor(math.log2(low))
+        octaves = math.ceil(math.log2(high)) - self._first
+        self._bits = per_octave.bit_length() - 1  # of the mantissa
+        self._n = octaves * per_octave
+        self.zero: int = self._n + 2
+        self.non_finite: int = 2 * self.zero + 1
+        self.n_slots: int = self.non_finite + 1 + _N_EXTREMES
+
+    def edges(self) -> list[float]:
+        """Return the edges from 0 up: 0, the lowest magnitude, ..., the highest one, infinity."""
+        per_octave = 2**self._bits
+        inner = (
+            math.ldexp(1 + bin / per_octave, self._first + octave)
+            for octave, bin in itertools.product(range(self._n // per_octave), range(per_octave))
+        )
+        highest = math.ldexp(1.0, self._first + self._n // per_octave)
+        return [0.0, *inner, highest, math.inf]
+
+    def start(self, value: Tensor) -> Tensor:
+        """Return empty slots on the value's device."""
+        slots = torch.zeros(self.n_slots, dtype=torch.float64, device=slot_device(value))
+        slots[-_N_EXTREMES:] = -math.inf
+        return slots
+
+    def update(self, slots: Tensor, value: Tensor) -> Tensor:
+        """Return the slots with one more value."""
+        check_slots(slots, self.n_slots)
+        for part in measurable_parts(value):
+            if torch.compiler.is_compiling():
+                pieces: Iterable[Tensor] = (part.reshape(-1),)
+            else:
+                pieces = flat_chunks(part, _CHUNK_NUMEL if part.is_cpu else None)
+            for piece in pieces:
+                if piece.numel():
+                    slots = self._count_values(slots, to_real_float(piece))
+        return slots
+
+    def merge(self, slots: Tensor, other: Tensor) -> Tensor:
+        """Add up two sets of slots."""
+        check_slots(slots, self.n_slots)
+        check_slots(other, self.n_slots)
+        greatest = torch.maximum(slots[-_N_EXTREMES:], other[-_N_EXTREMES:])
+        return torch.cat([slots[:-_N_EXTREMES] + other[:-_N_EXTREMES], greatest])
+
+    def _count_values(self, slots: Tensor, values: Tensor) -> Tensor:
+        unit = torch.ones((), dtype=torch.float64, device=values.device)
+        slots = slots.index_add(
+            0, self._bin_indices(values).to(torch.int64), unit.expand(values.shape)
+        )
+        greatest = torch.maximum(
+            slots[-_N_EXTREMES:], signed_extremes(values, values.abs() < math.inf)
+        )
+        return torch.cat([slots[:-_N_EXTREMES], greatest])
+
+    def _bin_indices(self, values: Tensor) -> Tensor:
+        """Return the place of each number among the slots, by its bits."""
+        integer, mantissa, bias, infinity = _LAYOUTS[values.dtype]
+        bits = values.contiguous().view(integer)
+        magnitude = bits & ((1 << (8 * values.dtype.itemsize - 1)) - 1)
+        offset = (bias + self._first) << self._bits
+        bins = ((magnitude >> (mantissa - self._bits)) - offset).clamp(-1, self._n) + 2
+        bins = torch.where(magnitude == 0, 0, bins)
+        bins = self.zero + torch.where(bits < 0, -bins, bins)
+        return torch.where(magnitude >= infinity, self.non_finite, bins)
 
 
 @final

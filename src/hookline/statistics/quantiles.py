@@ -21,7 +21,7 @@ from torch import Tensor
 from hookline.display.units import measure
 from hookline.errors import InputError
 from hookline.statistics.flat_numbers import check_slots
-from hookline.statistics.magnitude_bins import BinnedStatistic
+from hookline.statistics.histogram import BinnedStatistic
 
 _N_TAIL = 3  # the slots after the counts of finite elements
 
