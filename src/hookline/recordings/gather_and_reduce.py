@@ -7,7 +7,7 @@ value therefore raises an error on every rank instead of a hang.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -198,11 +198,9 @@ def join_saved_ranks(
 
     `part_by_id` has the tensors that were parts of DTensors, with their layouts, by their `id()`.
     """
-    apart = [RankValue(value) for value in values]
-    nodes, ranks = [value.nodes for value in apart], list(range(len(values)))
-    check_same_structure(question, ranks, nodes)
+    ranks = list(range(len(values)))
+    apart, nodes, of_tensors = _take_apart(values, ranks, question)
     check_equal_leaves(question, ranks, nodes, "number")
-    of_tensors = list(zip(*[value.tensors for value in apart], strict=True))
     of_dtensors = [_dtensor_parts(column, part_by_id, dim, question) for column in of_tensors]
     plain = [
         column for column, whole in zip(columns(nodes), of_dtensors, strict=True) if whole is None
@@ -232,10 +230,8 @@ def join_by_replica(
             are reduced; None to keep them apart.
         question: the look-up as code, for messages.
     """
-    apart = [RankValue(value) for value in values.values()]
-    check_same_structure(question, list(values), [value.nodes for value in apart])
-    check_equal_leaves(question, list(values), [value.nodes for value in apart], "number")
-    of_tensors = list(zip(*[value.tensors for value in apart], strict=True))
+    apart, nodes, of_tensors = _take_apart(values.values(), list(values), question)
+    check_equal_leaves(question, list(values), nodes, "number")
     of_dtensors = [_dtensor_parts(column, part_by_id, None, question) for column in of_tensors]
     if not any(of_dtensors):
         return dict(values)
@@ -252,6 +248,16 @@ def join_by_replica(
     for rank, value, tensors in zip(values, apart, zip(*wholes, strict=True), strict=True):
         made.setdefault(tuple(map(id, tensors)), (rank, value.rebuild(tensors)))
     return dict(made.values())
+
+
+def _take_apart(
+    values: Iterable[Any], ranks: list[int], question: str
+) -> tuple[list[RankValue], list[list[Node]], list[tuple[Tensor, ...]]]:
+    """Take the values of ranks apart, which must be of one structure; return nodes and tensors."""
+    apart = [RankValue(value) for value in values]
+    nodes = [value.nodes for value in apart]
+    check_same_structure(question, ranks, nodes)
+    return apart, nodes, list(zip(*[value.tensors for value in apart], strict=True))
 
 
 def _dtensor_parts(
@@ -276,16 +282,14 @@ def reduce_saved_ranks(values: Sequence[Any], op: str, question: str, *, is_shar
     `is_sharded` tells whether the values were shards of DTensors.
     """
     check_op(op)
-    apart = [RankValue(value) for value in values]
-    nodes, ranks = [value.nodes for value in apart], list(range(len(values)))
-    check_same_structure(question, ranks, nodes)
+    ranks = list(range(len(values)))
+    apart, nodes, of_tensors = _take_apart(values, ranks, question)
     if is_sharded:
         nodes = [
             [{**node, "kind": "dtensor"} if node["kind"] == "plain" else node for node in of_rank]
             for of_rank in nodes
         ]
     _check_reducible(question, ranks, nodes, op)
-    of_tensors = zip(*[value.tensors for value in apart], strict=True)
     tensors = [_reduce(column, op) for column in of_tensors]
     return apart[0].rebuild(tensors, _reduce_numbers(nodes, op))
 

@@ -129,6 +129,30 @@ def signed_extremes(values: Tensor, is_finite: Tensor) -> Tensor:
     return torch.stack(signed).to(torch.float64)
 
 
+def add_to_slots(slots: Tensor, sums: Tensor, extremes: Tensor) -> Tensor:
+    """Return slots of sums and two extremes with other sums added, and the greater extremes."""
+    return torch.cat([slots[:-2] + sums, torch.maximum(slots[-2:], extremes)])
+
+
+class SumsAndExtremes:
+    """A statistic of sums that add up, then the greatest -x and the greatest x; to inherit from."""
+
+    n_slots: int
+    takes_blocks = True
+
+    def start(self, value: Tensor) -> Tensor:
+        """Return empty slots on the value's device, which is not waited for."""
+        slots = torch.zeros(self.n_slots, dtype=torch.float64, device=slot_device(value))
+        slots[-2:].fill_(-math.inf)
+        return slots
+
+    def merge(self, slots: Tensor, other: Tensor) -> Tensor:
+        """Add up two sets of slots."""
+        check_slots(slots, self.n_slots)
+        check_slots(other, self.n_slots)
+        return add_to_slots(slots, other[:-2], other[-2:])
+
+
 def check_tensor(value: object) -> None:
     """Refuse a value that is no tensor."""
     if not isinstance(value, Tensor):

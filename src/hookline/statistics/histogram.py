@@ -14,18 +14,17 @@ from torch import Tensor
 from hookline.display.units import measure
 from hookline.errors import InputError
 from hookline.statistics.flat_numbers import (
+    SumsAndExtremes,
     check_slots,
     flat_chunks,
     measurable_parts,
     signed_extremes,
-    slot_device,
     to_real_float,
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BARS = 64
 _CHUNK_NUMEL = 2**16  # elements whose bins stay in a core's cache
-_N_EXTREMES = 2
 
 # What the bits of a float64 and of a float32 are: the integer, its mantissa's length, the exponent
 # of 1, and the bits of infinity.
@@ -109,7 +108,7 @@ class Histogram:
         return f"{text}\n{next(ends)} {bars} {next(ends)}"
 
 
-class BinnedStatistic:
+class BinnedStatistic(SumsAndExtremes):
     """Count in bins from `low` to `high` and from `-high` to `-low`, spaced by magnitude.
 
     Each octave, from a power of two to the next, is divided into equal bins. So the bin of a number
@@ -119,8 +118,6 @@ class BinnedStatistic:
     negative bins, numbers between `-low` and 0, zeros, and so on. Then come the count of non-finite
     numbers and the greatest -x and x. A statistic inherits from this class, and adds the result.
     """
-
-    takes_blocks = True
 
     def __init__(self, low: float, high: float, per_octave: int) -> None:
         are_numbers = isinstance(low, int | float) and isinstance(high, int | float)
@@ -140,7 +137,7 @@ class BinnedStatistic:
         self._n = octaves * per_octave
         self.zero: int = self._n + 2
         self.non_finite: int = 2 * self.zero + 1
-        self.n_slots: int = self.non_finite + 1 + _N_EXTREMES
+        self.n_slots = self.non_finite + 1 + 2
 
     def edges(self) -> list[float]:
         """Return the edges from 0 up: 0, the lowest magnitude, ..., the highest one, infinity."""
@@ -151,12 +148,6 @@ class BinnedStatistic:
         )
         highest = math.ldexp(1.0, self._first + self._n // per_octave)
         return [0.0, *inner, highest, math.inf]
-
-    def start(self, value: Tensor) -> Tensor:
-        """Return empty slots on the value's device."""
-        slots = torch.zeros(self.n_slots, dtype=torch.float64, device=slot_device(value))
-        slots[-_N_EXTREMES:] = -math.inf
-        return slots
 
     def update(self, slots: Tensor, value: Tensor) -> Tensor:
         """Return the slots with one more value."""
@@ -171,22 +162,13 @@ class BinnedStatistic:
                     slots = self._count_values(slots, to_real_float(piece))
         return slots
 
-    def merge(self, slots: Tensor, other: Tensor) -> Tensor:
-        """Add up two sets of slots."""
-        check_slots(slots, self.n_slots)
-        check_slots(other, self.n_slots)
-        greatest = torch.maximum(slots[-_N_EXTREMES:], other[-_N_EXTREMES:])
-        return torch.cat([slots[:-_N_EXTREMES] + other[:-_N_EXTREMES], greatest])
-
     def _count_values(self, slots: Tensor, values: Tensor) -> Tensor:
         unit = torch.ones((), dtype=torch.float64, device=values.device)
         slots = slots.index_add(
             0, self._bin_indices(values).to(torch.int64), unit.expand(values.shape)
         )
-        greatest = torch.maximum(
-            slots[-_N_EXTREMES:], signed_extremes(values, values.abs() < math.inf)
-        )
-        return torch.cat([slots[:-_N_EXTREMES], greatest])
+        greatest = torch.maximum(slots[-2:], signed_extremes(values, values.abs() < math.inf))
+        return torch.cat([slots[:-2], greatest])
 
     def _bin_indices(self, values: Tensor) -> Tensor:
         """Return the place of each number among the slots, by its bits."""

@@ -18,20 +18,20 @@ from hookline.statistics.compiled_reduction import LONGEST, CompiledReduction, R
 from hookline.statistics.flat_numbers import (
     CHUNK_NUMEL,
     ORDINARY,
+    SumsAndExtremes,
+    add_to_slots,
     check_slots,
     flat_chunks,
     in_memory_order,
     measurable_parts,
     signed_extremes,
-    slot_device,
     to_real_float,
 )
 from hookline.statistics.moments import Moments
 
 # The slots: count, non-finite, zeros, the sums of x, x² and x⁴, then the greatest -x and x.
 # The first six add up; of the last two the greater one counts.
-_N_SUMS = 6
-_EMPTY = [0.0] * _N_SUMS + [-math.inf] * 2
+_EMPTY = [0.0] * 6 + [-math.inf] * 2
 
 # Compilation is not worth its seconds for tensors smaller than this alone.
 _LARGE_NUMEL = 2**14
@@ -54,11 +54,10 @@ _NOT_BATCHED = frozenset(("cpu", "mps", "meta"))
 
 
 @final
-class MomentsStatistic:
+class MomentsStatistic(SumsAndExtremes):
     """A `Statistic` whose result is `Moments`."""
 
-    n_slots: int = len(_EMPTY)
-    takes_blocks = True
+    n_slots = len(_EMPTY)
 
     def __init__(self, compile: bool | None) -> None:
         self.options: dict[str, Any] = {}  # how it is compiled is not what it measures
@@ -71,12 +70,6 @@ class MomentsStatistic:
         self._meter = CompileMeter(
             _WORTH_A_COMPILER if compile is None else math.inf, compile_moments
         )
-
-    def start(self, value: Tensor) -> Tensor:
-        """Return empty slots on the value's device, which is not waited for."""
-        slots = torch.zeros(len(_EMPTY), dtype=torch.float64, device=slot_device(value))
-        slots[_N_SUMS:].fill_(-math.inf)
-        return slots
 
     def update(self, slots: Tensor, value: Tensor) -> Tensor:
         """Return the slots with one more value.
@@ -95,13 +88,6 @@ class MomentsStatistic:
             if part.numel():
                 slots = self._add_part(slots, part)
         return slots
-
-    def merge(self, slots: Tensor, other: Tensor) -> Tensor:
-        """Add up two sets of slots."""
-        check_slots(slots, self.n_slots)
-        check_slots(other, self.n_slots)
-        sums = slots[:_N_SUMS] + other[:_N_SUMS]
-        return torch.cat([sums, torch.maximum(slots[_N_SUMS:], other[_N_SUMS:])])
 
     def result(self, slots: Tensor) -> Moments:
         """Read slots."""
@@ -269,8 +255,8 @@ def _add_by_torch(slots: Tensor, values: Tensor) -> Tensor:
         squares.sum(),
         (squares * squares).sum(),
     )
-    added = slots[:_N_SUMS] + torch.stack([total.to(torch.float64) for total in sums])
-    return torch.cat([added, torch.maximum(slots[_N_SUMS:], signed_extremes(values, is_finite))])
+    added = torch.stack([total.to(torch.float64) for total in sums])
+    return add_to_slots(slots, added, signed_extremes(values, is_finite))
 
 
 _COMPILED = CompiledReduction(_add_by_torch, len(_EMPTY))
