@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.statistics import compiled_reduction as compiled_reductions
-from hookline.statistics import moments_statistic
+from hookline.statistics import moments as moments_statistic
 from thoroughness import examples
 
 NUMBERS = st.floats(width=32)  # NaN, infinities, zeros of both signs and the largest are in it

@@ -26,7 +26,7 @@ from hookline.curves.numbers_over_steps import (
 from hookline.curves.slot_layout import NO_TURN, Entry, Layout
 from hookline.curves.step_reports import StepReport, split_by_layout, weight_of
 from hookline.errors import FolderError
-from hookline.statistics.moments_statistic import MomentsStatistic
+from hookline.statistics.moments import MomentsStatistic
 
 MOST_COLUMNS = 512
 RECENT = 10  # the reports that findings look back on

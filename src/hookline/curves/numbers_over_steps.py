@@ -18,7 +18,7 @@ from hookline.curves.numbers_of_statistic import OF_MOMENTS, numbers_of, percent
 from hookline.curves.slot_layout import ABSENT, Entry, Layout, are_values
 from hookline.curves.step_reports import StepReport, split_by_layout
 from hookline.statistics.histogram import HistogramStatistic
-from hookline.statistics.moments_statistic import MomentsStatistic
+from hookline.statistics.moments import MomentsStatistic
 from hookline.statistics.quantiles import QuantilesStatistic
 
 Array = NDArray[np.float64]

@@ -37,7 +37,7 @@ from hookline.files.open_regular import is_deleted, open_regular
 from hookline.statistics import Statistic, stats
 from hookline.statistics.covariance import CovarianceStatistic
 from hookline.statistics.histogram import HistogramStatistic
-from hookline.statistics.moments_statistic import MomentsStatistic
+from hookline.statistics.moments import MomentsStatistic
 from hookline.statistics.quantiles import QuantilesStatistic
 from hookline.util.fork_safe_lock import fork_safe_lock
 

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 
 from hookline.statistics.covariance import Covariance, CovarianceStatistic
 from hookline.statistics.histogram import Histogram, HistogramStatistic
-from hookline.statistics.moments import Moments
-from hookline.statistics.moments_statistic import MomentsStatistic
+from hookline.statistics.moments import Moments, MomentsStatistic
 from hookline.statistics.quantiles import Quantiles, QuantilesStatistic
 from hookline.statistics.statistic import Statistic
 

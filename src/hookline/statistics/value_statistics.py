@@ -18,8 +18,7 @@ from hookline.engine.pytree import tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
 from hookline.statistics.flat_numbers import float64_chunks
-from hookline.statistics.moments import Moments
-from hookline.statistics.moments_statistic import measure_moments
+from hookline.statistics.moments import Moments, measure_moments
 
 Array = NDArray[Any]
 

@@ -9,7 +9,7 @@ from torch import nn
 import hookline as hl
 from counted_operations import CountedOperations
 from hookline.engine import Site
-from hookline.statistics import moments_statistic
+from hookline.statistics import moments as moments_statistic
 from hookline.verbs.monitor import slots as module
 from hookline.verbs.monitor.slots import Slots
 from meeting import Meanwhile, ToldLock

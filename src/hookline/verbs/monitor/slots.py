@@ -25,7 +25,7 @@ from hookline.statistics.batched_moments import (
     await_default_stream,
     is_on_default_stream,
 )
-from hookline.statistics.moments_statistic import MomentsStatistic, may_share_a_batch
+from hookline.statistics.moments import MomentsStatistic, may_share_a_batch
 from hookline.util.fork_safe_lock import fork_safe_lock
 
 # Which ranks count where numbers of ranks are merged: all, as each sees values of its own; the
