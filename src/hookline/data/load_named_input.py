@@ -100,21 +100,7 @@ def load_input(spec: str, loaded: LoadedModel) -> Batch:
 
 
 def _make_random(spec: str, loaded: LoadedModel) -> Batch:
-    """Draw the input that `random:SHAPE[:DTYPE]` describes, from a fixed seed.
-
-        >>> _make_random("random:1x128:int64", loaded).description
-        'random, 1x128 int64'
-
-    Args:
-        spec: `random:1x3x224x224`, or with a dtype: `random:1x128:int64`. The default dtype is
-            float32. Floats are drawn from the normal distribution. Integers are drawn from 0 to
-            99, or below the size of the model's vocabulary if that is smaller. For bool, true and
-            false are equally likely.
-        loaded: the model.
-
-    Raises:
-        InputError: the shape or the dtype is malformed, or the tensor would be too large.
-    """
+    """Draw the input that `random:SHAPE[:DTYPE]` describes; of bool, true and false alike."""
     match = re.fullmatch(r"random:([0-9]+(?:x[0-9]+)*)(?::(\w+))?", spec.strip(), re.IGNORECASE)
     if match is None:
         raise InputError(

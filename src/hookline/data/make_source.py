@@ -55,19 +55,8 @@ def make_source(data: Any, loading: LoadOptions) -> DataSource:
     generators of torch, NumPy and Python are seeded with the number of its batch.
 
     Args:
-        data: one of:
-
-            - a data set: any object with `__len__` and `__getitem__`, such as a torch Dataset or a
-              list; its items are collated as by `DataLoader`; with a tokenizer, also a column of
-              texts of NumPy or pandas;
-            - an `IterableDataset`: its items, collated alike;
-            - a `DataLoader` that does not shuffle: its data set, loaded with its options;
-            - an iterable of ready batches; the first dimension of a batch's first tensor counts
-              its items;
-            - a tensor or an array, whose rows are items; or a tuple of arrays of one length (the
-              model's arguments), or a dict of them (its keyword arguments);
-            - a path, as in `items_of_path`. Texts are read when they are needed; blank ones are
-              skipped and listed.
+        data: one of those that `hl.extract` lists; with a tokenizer, also a column of texts of
+            NumPy or pandas.
         loading: how it is loaded. A DataLoader has its own batch size, and an iterable of ready
             batches has none.
 

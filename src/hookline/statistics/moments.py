@@ -7,7 +7,7 @@ equal bits, whatever the number of threads. Tensors elsewhere are measured on th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -230,13 +230,13 @@ def _block_moments(block: NDArray[Any]) -> Moments:
         )
 
 
-def merge_by_key(
-    moments: Mapping[str, Moments], other: Mapping[str, Moments]
-) -> dict[str, Moments]:
-    """Add up the moments of two mappings, key by key."""
-    return {
-        key: moments.get(key, Moments()) + other.get(key, Moments()) for key in {**moments, **other}
-    }
+def merge_by_key(parts: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
+    """Add up the moments of mappings, key by key."""
+    merged: dict[str, Moments] = {}
+    for part in parts:
+        for key, moments in part.items():
+            merged[key] = merged.get(key, Moments()) + moments
+    return merged
 
 
 @final

@@ -13,7 +13,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, reduce
+from functools import cache
 from pathlib import Path
 from typing import Any, final
 
@@ -26,7 +26,7 @@ from hookline.errors import FolderError
 from hookline.files.folder_or_url import Place
 from hookline.files.sealed_json import MANIFEST, FolderFormat, seal_json, verify_seal
 from hookline.files.unreadable_or_damaged import DAMAGE, read_errors
-from hookline.statistics import Moments, merge_by_key
+from hookline.statistics import merge_by_key
 from hookline.stores.check_manifest import check_manifest
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard
 
@@ -241,8 +241,7 @@ def write_manifest(
             "sizes": [shard.size for shard in shards],
             "seals": [shard.seal for shard in shards],
         }
-        of_shards = (shard.statistics for shard in shards)
-        statistics: Mapping[str, Moments] = reduce(merge_by_key, of_shards, {})
+        statistics = merge_by_key(shard.statistics for shard in shards)
         body["statistics"] = {name: moments.as_json() for name, moments in statistics.items()}
         body["skipped"] = [list(item) for shard in shards for item in shard.skipped]
     place.write(MANIFEST, [seal_json({**STORE.head(), **body})])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -365,9 +365,7 @@ class Store(Result):
         joined = Store.__new__(Store)
         joined._place, joined._manifest, joined.parts = stores[0]._place, {}, stores
         joined._forms = stores[0]._forms
-        of_stores = (store.statistics for store in stores)
-        numbers: Mapping[str, Moments] = reduce(merge_by_key, of_stores, {})
-        joined.statistics = SiteDict(numbers)
+        joined.statistics = SiteDict(merge_by_key(store.statistics for store in stores))
         joined.skipped = [item for store in stores for item in store.skipped]
         joined._set_shards(Shards.joined(store._shards for store in stores))
         return joined
