@@ -150,7 +150,7 @@ def class_scores_in(output: Any) -> Tensor | None:
 
     They are the output itself, its `logits`, or the first element of a tuple or list.
 
-    >>> scores_in({"logits": torch.zeros(2, 10)}).shape
+    >>> class_scores_in({"logits": torch.zeros(2, 10)}).shape
     torch.Size([2, 10])
     """
     scores = output

@@ -14,7 +14,7 @@ V = TypeVar("V")
 class SiteDict(dict[str, V]):
     """A dict whose keys are sites as text, as results print them, and may be written otherwise.
 
-    >>> means = BySite({"(root)": 1.0, "fc": 2.0})
+    >>> means = SiteDict({"(root)": 1.0, "fc": 2.0})
     >>> means[""], means["fc:output"], "" in means, list(means)
     (1.0, 2.0, True, ['(root)', 'fc'])
     """
