@@ -20,7 +20,7 @@ from hookline.stores.job_manifest import is_finished
 from hookline.verbs.extract.collective_steps import Ranks
 from hookline.verbs.extract.engines import Engine, in_process
 from hookline.verbs.extract.on_ray import OnRay
-from hookline.verbs.extract.on_sharded_ranks import OnShardedRanks
+from hookline.verbs.extract.on_sharded_ranks import on_sharded_ranks
 from hookline.verbs.extract.process_setup import Extracting, Setup, check_options
 from hookline.verbs.extract.resumable_extraction import Extraction, check_empty_or_store
 from hookline.verbs.extract.worker import Worker
@@ -184,7 +184,7 @@ def extract(
             if ray is not None:
                 return setup, worker, ray.run
             if ranks.n > 1 and sharding_kind(setup.model):
-                return setup, worker, OnShardedRanks(place, setup.model, worker, ranks).run
+                return setup, worker, on_sharded_ranks(place, setup.model, worker, ranks)
             return setup, worker, in_process(place, worker, ranks)
 
         setup, worker, chosen = ranks.on_each(prepare)

@@ -18,35 +18,28 @@ from hookline.files.folder_or_url import Place
 from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Shard
 from hookline.verbs.extract.collective_steps import PATIENCE_S, Ranks, raise_if
-from hookline.verbs.extract.engines import write_shards
+from hookline.verbs.extract.engines import Engine, write_shards
 from hookline.verbs.extract.worker import Worker, run_shards
 
 # What a rank says before each forward: the greatest number counts.
 _DONE, _HAS_BATCH, _FAILED = range(3)
 
 
-@final
-class OnShardedRanks:
-    """Makes shards on ranks that run equal numbers of forwards.
+def on_sharded_ranks(place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> Engine:
+    """Return the engine that makes shards on ranks that run equal numbers of forwards.
 
     A forward of a sharded model gathers weights: a collective. With FSDP2, each rank has batches
     of its own, and one that has none left runs its last batch again. With tensor parallelism, all
     ranks run each batch, and rank 0 writes.
     """
+    is_split = sharding_kind(model) == "split"
 
-    def __init__(self, place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> None:
-        self._place = place
-        self._model = model
-        self._worker = worker
-        self._ranks = ranks
-        self._is_split = sharding_kind(model) == "split"
-
-    def run(self, job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
-        """Make this rank's share of shards, in step with the others."""
+    def run(job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
         error: Exception | None = None
-        with _in_lockstep(self._model, self._worker) as steps:
+        with _in_lockstep(model, worker) as steps:
             try:
-                self._write(job, shards, on_written, steps)
+                write(job, shards, on_written)
+                steps.join_remaining()
             except _FailedElsewhere:
                 pass  # below, the rank that has failed says how
             except RanksError:
@@ -54,19 +47,17 @@ class OnShardedRanks:
             except Exception as caught:
                 error = caught
                 steps.announce_failure()
-        self._ranks.on_each(lambda: raise_if(error))
+        ranks.on_each(lambda: raise_if(error))
 
-    def _write(
-        self, job: Job, shards: Iterable[int], written: Callable[[Shard], None], steps: _Lockstep
-    ) -> None:
-        if not self._is_split:
-            shards = itertools.islice(shards, self._ranks.me, None, self._ranks.n)
-        if self._is_split and self._ranks.me > 0:
-            for _ in run_shards(self._worker, job, shards):
+    def write(job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
+        if is_split and ranks.me > 0:
+            for _ in run_shards(worker, job, shards):
                 pass  # rank 0 has the same rows
-        else:
-            write_shards(self._place, self._worker, job, shards, written)
-        steps.join_remaining()
+            return
+        share = shards if is_split else itertools.islice(shards, ranks.me, None, ranks.n)
+        write_shards(place, worker, job, share, on_written)
+
+    return run
 
 
 class _FailedElsewhere(Exception):
