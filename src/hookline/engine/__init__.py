@@ -70,10 +70,9 @@ from hookline.engine.torch_private.autograd import (
     pop_saved_tensors_hooks, prehook_node, push_saved_tensors_hooks, version_counter,
 )
 from hookline.engine.torch_private.distributed import (
-    clone_locally, default_store, gather_full, gradient_split_groups, has_process_group, is_dtensor,
-    is_flat_parameter, is_partial_dtensor, is_tensor_parallel, layout_json, local_part,
-    ranks_by_fsdp1_parameter, record_fsdp2_calls, reshard, sharding_kind, unreduced_gradients,
-    unwrap_ddp,
+    clone_locally, default_store, gather_full, has_process_group, is_dtensor, is_flat_parameter,
+    is_partial_dtensor, is_tensor_parallel, layout_json, local_part, ranks_by_fsdp1_parameter,
+    record_fsdp2_calls, reshard, sharding_kind, unreduced_gradients, unwrap_ddp,
 )
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError, dynamo_config, may_have_compiled, while_tracing,
@@ -85,9 +84,9 @@ from hookline.engine.torch_private.graph.dispatch import (
 from hookline.engine.torch_private.graph.foreach import copy_all, norms_of_each, subtract_from_all
 from hookline.engine.torch_private.graph.function_modes import is_exported
 from hookline.engine.torch_private.graph.nodes import (
-    at_end_of_inner_backward, memory_key_and_size, next_number, node_number, nodes_below,
-    nodes_of_loss, raw_saved_by, rnn_workspace_bytes, running_node, running_node_traceback,
-    saved_by,
+    at_end_of_inner_backward, gradient_split_groups, memory_key_and_size, next_number, node_number,
+    nodes_below, nodes_from, nodes_of_loss, raw_saved_by, rnn_workspace_bytes, running_node,
+    running_node_traceback, saved_by,
 )
 from hookline.engine.torch_private.graph.operation_counter import ON_NESTED, OperationCounter
 from hookline.engine.torch_private.graph.fake_model import (

@@ -374,38 +374,3 @@ def _is_sharded(module: nn.Module) -> bool:
 def has_process_group() -> bool:
     """Tell whether this process has a process group: `init_process_group` was called."""
     return _WORLD is not None and _WORLD.default_pg is not None
-
-
-def gradient_split_groups(tensor: Tensor) -> tuple[dict[str, Any], str]:
-    """Find the process groups over whose ranks the gradient of a plain tensor is split.
-
-    A plain tensor computed from a DTensor's shards (tensor parallelism with
-    `use_local_output=True`) is one rank's part. torch knows the placement at the node that made the
-    plain tensor.
-
-    Returns:
-        The groups by name, and the reason why they cannot be told, or "".
-    """
-    groups: dict[str, Any] = {}
-    unknown = ""
-    waiting: list[Any] = [tensor.grad_fn]
-    visited: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if type(node).__name__ != "_ToTorchTensorBackward":
-            waiting += [before for before, _ in node.next_functions]
-            variable = getattr(node, "variable", None)
-            if variable is not None and not isinstance(variable, nn.Parameter):
-                unknown = unknown or "leaf"
-            continue
-        placements = node.grad_placements or node.dtensor_spec.placements
-        if node.grad_placements and any(part.is_partial() for part in placements):
-            unknown = "partial"
-        for dim, placement in enumerate(placements):
-            if not (placement.is_replicate() or placement.is_partial()):
-                group = node.dtensor_spec.mesh.get_group(dim)
-                groups[group.group_name] = group
-    return groups, unknown

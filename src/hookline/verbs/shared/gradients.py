@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookline.engine import has_process_group, tensor_hook_dict
+from hookline.engine import has_process_group, nodes_from, tensor_hook_dict
 from hookline.verbs.shared.model_state import grads_restored
 
 
@@ -48,17 +47,7 @@ def leaves_and_reentrancy(outputs: Iterable[Tensor]) -> tuple[list[Tensor], bool
     """Return the leaf tensors of a graph, and whether it holds reentrant checkpoints."""
     outputs = list(outputs)
     leaves = [output for output in outputs if output.grad_fn is None]
-    waiting: list[Any] = [output.grad_fn for output in outputs]
-    is_reentrant = False
-    visited: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        is_reentrant |= node.name() == "CheckpointFunctionBackward"
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            leaves.append(leaf)
-        waiting += [before for before, _ in node.next_functions]
-    return leaves, is_reentrant
+    nodes = list(nodes_from([output.grad_fn for output in outputs]))
+    variables = [getattr(node, "variable", None) for node in nodes]
+    leaves += [variable for variable in variables if isinstance(variable, Tensor)]
+    return leaves, any(node.name() == "CheckpointFunctionBackward" for node in nodes)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.engine.torch_private.modules import parts_of_sparse
 
@@ -27,6 +27,27 @@ def node_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def nodes_from(
+    roots: Iterable[Any], is_last: Callable[[Any], bool] = lambda node: False
+) -> Iterator[Any]:
+    """Yield the nodes of a graph, each once, from some nodes on.
+
+    Args:
+        roots: the nodes; None stands for no graph.
+        is_last: tells of a node that was yielded whether the graph behind it is left out.
+    """
+    visited: set[Any] = set()  # holds the nodes, so that no other one gets an id of theirs
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        yield node
+        if not is_last(node):
+            waiting += [below for below, _ in node.next_functions]
+
+
 def nodes_below(roots: Iterable[Any], lowest_number: int) -> tuple[list[tuple[int, Any]], Any]:
     """Walk over the graph below some nodes.
 
@@ -34,24 +55,48 @@ def nodes_below(roots: Iterable[Any], lowest_number: int) -> tuple[list[tuple[in
         The nodes and their numbers, the highest number first. And the node with the highest number
         below `lowest_number`, where the graph goes on; None if the graph ends.
     """
-    visited: set[Any] = set()
     numbered: list[tuple[int, Any]] = []
     before: tuple[int, Any] = (-1, None)
-    waiting = [root for root in roots if root is not None]
-    while waiting:
-        node = waiting.pop()
-        if node in visited:
-            continue
-        visited.add(node)  # holds the node, so that no other one gets its id
+    for node in nodes_from(roots, lambda node: bool(node._sequence_nr() < lowest_number)):
         number = node._sequence_nr()
-        if number >= lowest_number:
-            if number < _ACCUMULATES:
-                numbered.append((number, node))
-                waiting += [below for below, _ in node.next_functions if below is not None]
-        elif number > before[0]:
+        if lowest_number <= number < _ACCUMULATES:
+            numbered.append((number, node))
+        elif before[0] < number < lowest_number:
             before = number, node
     numbered.sort(key=lambda entry: entry[0], reverse=True)
     return numbered, before[1]
+
+
+def gradient_split_groups(tensor: Tensor) -> tuple[dict[str, Any], str]:
+    """Find the process groups over whose ranks the gradient of a plain tensor is split.
+
+    A plain tensor computed from a DTensor's shards (tensor parallelism with
+    `use_local_output=True`) is one rank's part. torch knows the placement at the node that made the
+    plain tensor.
+
+    Returns:
+        The groups by name, and the reason why they cannot be told, or "".
+    """
+    groups: dict[str, Any] = {}
+    unknown = ""
+
+    def makes_plain(node: Any) -> bool:
+        return type(node).__name__ == "_ToTorchTensorBackward"
+
+    for node in nodes_from([tensor.grad_fn], makes_plain):
+        if not makes_plain(node):
+            variable = getattr(node, "variable", None)
+            if variable is not None and not isinstance(variable, nn.Parameter):
+                unknown = unknown or "leaf"
+            continue
+        placements = node.grad_placements or node.dtensor_spec.placements
+        if node.grad_placements and any(part.is_partial() for part in placements):
+            unknown = "partial"
+        for dim, placement in enumerate(placements):
+            if not (placement.is_replicate() or placement.is_partial()):
+                group = node.dtensor_spec.mesh.get_group(dim)
+                groups[group.group_name] = group
+    return groups, unknown
 
 
 def raw_saved_by(node: Any) -> Iterator[Tensor]:
@@ -134,18 +179,14 @@ def nodes_of_loss(roots: Iterable[Any], is_of_run: Callable[[int], bool], most: 
         The nodes, the lowest number first: each behind those that its operation got values from.
         Nothing if there are more.
     """
-    numbers: dict[Any, int] = {}
-    waiting = [root for root in roots if root is not None]
-    while waiting:
-        node = waiting.pop()
+    nodes: list[Any] = []
+    for node in nodes_from(roots, lambda node: is_of_run(node._sequence_nr())):
         number = node._sequence_nr()
-        if node in numbers or number >= _ACCUMULATES or is_of_run(number):
-            continue
-        numbers[node] = number
-        if len(numbers) > most:
+        if number < _ACCUMULATES and not is_of_run(number):
+            nodes.append(node)
+        if len(nodes) > most:
             return []
-        waiting += [before for before, _ in node.next_functions if before is not None]
-    return sorted(numbers, key=numbers.__getitem__)
+    return sorted(nodes, key=node_number)
 
 
 def saved_by(node: Any) -> Iterator[tuple[str, Tensor]]:
