@@ -45,8 +45,8 @@ from hookline.verbs.anatomy.prove_parts import find_and_prove, quiet_without_fas
 from hookline.verbs.anatomy.stacks import Stack
 from hookline.verbs.anatomy.trace import Trace, trace_model
 from hookline.verbs.anatomy.trial_inputs import trial_inputs
-from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
 from hookline.verbs.shared.model_state import eval_without_side_effects
+from hookline.verbs.shared.refused_weights import refuse_meta_tensors
 from hookline.verbs.shared.run_model import Inputs
 
 

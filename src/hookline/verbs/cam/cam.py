@@ -34,9 +34,8 @@ from hookline.verbs.cam.spatial_layers import (
     select_outputs,
 )
 from hookline.verbs.cam.targets import ClassTarget, Goal, resolve_target
-from hookline.verbs.shared.inference_tensors import explain_inference_weights
-from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
 from hookline.verbs.shared.model_state import eval_without_side_effects
+from hookline.verbs.shared.refused_weights import explain_inference_weights, refuse_meta_tensors
 from hookline.verbs.shared.run_model import call, unwrap_lone_tensor
 
 # Scores of two runs that repeat themselves may differ by this part of the greatest one: kernels of

@@ -27,8 +27,8 @@ from hookline.verbs.compare.pair_by_name import Names, Pairing, pair_entries
 from hookline.verbs.compare.read_sides import Entry
 from hookline.verbs.compare.run_both_models import Call, ModelRun, run_both
 from hookline.verbs.compare.setup_findings import find_unpaired
-from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
 from hookline.verbs.shared.model_state import eval_without_side_effects
+from hookline.verbs.shared.refused_weights import refuse_meta_tensors
 from hookline.verbs.shared.run_model import Inputs, check_arguments, unwrap_lone_tensor
 
 # The floor of a local error, in eps times the square root of the number of modules inside. Clean

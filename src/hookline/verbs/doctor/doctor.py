@@ -34,8 +34,9 @@ from hookline.verbs.doctor.diagnosis import Diagnosis, SiteVerdict
 from hookline.verbs.doctor.notes import environment, notes
 from hookline.verbs.doctor.observe import Observations, WeightUses, observe_calls
 from hookline.verbs.doctor.trial_run import run_with_hooks
-from hookline.verbs.shared.model_state import first_lazy_name, restore_after_run
+from hookline.verbs.shared.model_state import restore_after_run
 from hookline.verbs.shared.ports_of_selections import refuse_other_ports
+from hookline.verbs.shared.refused_weights import first_lazy_name
 from hookline.verbs.shared.run_model import Inputs, call, copied, unwrap_lone_tensor
 
 

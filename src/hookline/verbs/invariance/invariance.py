@@ -21,8 +21,7 @@ from hookline.verbs.invariance.result import Checked, Invariance, Outcome
 from hookline.verbs.invariance.trials import Trials, compare_runs
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.kv_cache import find_cache, n_cached_tokens
-from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
-from hookline.verbs.shared.model_state import first_lazy_name
+from hookline.verbs.shared.refused_weights import refuse_lazy_parameters, refuse_meta_tensors
 from hookline.verbs.shared.run_model import Inputs, check_arguments, unwrap_lone_tensor
 
 _MOST_NAMED = 3
@@ -87,11 +86,7 @@ def invariance(
     """
     require_model(model, "hl.invariance(model, inputs)")
     check_arguments(inputs, "the model")
-    name = first_lazy_name(model)
-    if name is not None:
-        raise InputError(
-            f"the model must have no lazy parameters, got {name}.\nRun the model once yourself."
-        )
+    refuse_lazy_parameters(model)
     refuse_meta_tensors("hl.invariance", model, inputs)
     names = _chosen_checks(only)
     batch = batch_from_inputs(model, unwrap_lone_tensor(model, inputs))

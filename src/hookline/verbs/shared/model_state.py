@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from hookline.engine import (
     discard_hook,
@@ -19,8 +18,8 @@ from hookline.engine import (
     own_buffers,
     own_parameters,
 )
-from hookline.errors import InputError
 from hookline.util.fork_safe_lock import fork_safe_lock
+from hookline.verbs.shared.refused_weights import refuse_lazy_parameters
 from hookline.verbs.shared.run_settings import RandomStates, generators_of
 
 # A buffer of a module: the table that holds it, its name there, and the tensor.
@@ -217,28 +216,9 @@ def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
     Raises:
         InputError: the model has lazy parameters, which its first run would create for good.
     """
-    name = first_lazy_name(model)
-    if name is not None:
-        raise InputError(
-            f"the model must have no lazy parameters, got {name}: the first run would create it"
-            " for good.\nRun the model once yourself, then call this again."
-        )
+    refuse_lazy_parameters(model)
     with restore_after_run(model), torch.no_grad(), in_eval_mode(list(model.modules())):
         yield
-
-
-def first_lazy_name(model: nn.Module) -> str | None:
-    """Return the first parameter or buffer that the first run will create; None if all exist."""
-    tables = (table(m) for m in model.modules() for table in (own_parameters, own_buffers))
-    if not any(t is not None and is_lazy(t) for table in tables for t in table.values()):
-        return None  # as of most models, whose names need not be made
-    return first_name(model, is_lazy)
-
-
-def first_name(model: nn.Module, is_odd: Callable[[Tensor], bool]) -> str | None:
-    """Return the name of the first odd parameter or buffer; None without one."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return next((name for name, tensor in tensors if is_odd(tensor)), None)
 
 
 # How many blocks keep a module in eval mode, by the id of a module that was in training mode.

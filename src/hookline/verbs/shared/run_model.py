@@ -17,7 +17,8 @@ from hookline.display.text import plural
 from hookline.engine.pytree import tree
 from hookline.errors import InputError
 from hookline.verbs.shared.failing_module import note_failing_module
-from hookline.verbs.shared.model_state import first_lazy_name, restore_after_run
+from hookline.verbs.shared.model_state import restore_after_run
+from hookline.verbs.shared.refused_weights import first_lazy_name
 
 _N_KEYS_SHOWN = 3
 

@@ -11,9 +11,12 @@ from torch import nn
 
 from hookline.engine import hook_dict, is_compiled, path_text, require_model
 from hookline.errors import InputError
-from hookline.verbs.shared.inference_tensors import explain_inference_weights
-from hookline.verbs.shared.meta_tensors import refuse_meta_tensors
-from hookline.verbs.shared.model_state import first_lazy_name, restore_after_run
+from hookline.verbs.shared.model_state import restore_after_run
+from hookline.verbs.shared.refused_weights import (
+    explain_inference_weights,
+    refuse_lazy_parameters,
+    refuse_meta_tensors,
+)
 from hookline.verbs.sweep.agreement import is_same_number
 from hookline.verbs.sweep.metric import Metric, metric_number
 
@@ -32,12 +35,17 @@ def without_side_effects(model: nn.Module, verb: str, *inputs: Any) -> Iterator[
             the block needs gradients, and a weight was made in inference mode.
     """
     require_model(model, verb)
-    modules = list(model.modules())
-    _check_model(model, modules)
+    training = [path for path, module in model.named_modules() if module.training]
+    if training:
+        raise InputError(
+            f"the model must be in eval mode, got {path_text(training[0])!r} in training mode,"
+            " where dropout and batch norm change the numbers.\nCall model.eval() first."
+        )
+    refuse_lazy_parameters(model)
     name = verb.partition("(")[0]
     refuse_meta_tensors(name, model, inputs)
     with ExitStack() as stack:
-        if any(map(is_compiled, modules)):
+        if any(map(is_compiled, model.modules())):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(restore_after_run(model))
         # Inference tensors have no versions, which tell of writes in place.
@@ -45,26 +53,6 @@ def without_side_effects(model: nn.Module, verb: str, *inputs: Any) -> Iterator[
         stack.enter_context(torch.no_grad())
         stack.enter_context(explain_inference_weights(name, model))
         yield
-
-
-def _check_model(model: nn.Module, modules: list[nn.Module]) -> None:
-    """Refuse a model whose numbers would change from run to run.
-
-    Raises:
-        InputError: the model is in training mode, or its first run would create parameters.
-    """
-    if any(module.training for module in modules):
-        training = next(path for path, module in model.named_modules() if module.training)
-        raise InputError(
-            f"the model must be in eval mode, got {path_text(training)!r} in training mode, where"
-            " dropout and batch norm change the numbers.\nCall model.eval() first."
-        )
-    name = first_lazy_name(model)
-    if name is not None:
-        raise InputError(
-            f"the model must have no lazy parameters, got {name}: the first run would create it."
-            "\nRun the model once yourself, then call this again."
-        )
 
 
 def is_hooked(model: nn.Module) -> bool:
