@@ -17,7 +17,6 @@ import hookline as hl
 from hookline.cli.compare_command import compare_by_name, github_annotations
 from hookline.cli.environment import Environment
 from hookline.cli.extract_command import extract_by_name, join_process_group, move_to_device
-from hookline.cli.fail_on_findings import FailOnOption, exit_on_findings, judge_folder
 from hookline.cli.inspect_doctor_profile import (
     Inspection,
     diagnose,
@@ -31,8 +30,10 @@ from hookline.cli.inspect_doctor_profile import (
 from hookline.cli.store_commands import store_app
 from hookline.cli.terminal import (
     AsJson,
+    FailOnOption,
     ProgressBar,
     exit_on_errors,
+    exit_on_findings,
     out,
     print_json,
     print_result,
@@ -421,7 +422,7 @@ def findings_command(
 ) -> None:
     """Say what is wrong in a recording, a store or a training, worst first, and where it begins."""
     with exit_on_errors(), ProgressBar("reading the values"):
-        findings = judge_folder(folder)
+        findings = hl.open(folder).findings()
     print_result_or_json(findings, as_json)
     exit_on_findings(findings, level)
 

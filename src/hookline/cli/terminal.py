@@ -1,4 +1,4 @@
-"""Consoles, error handling and progress bars that all commands share."""
+"""Consoles, exit codes and progress bars that all commands share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import StrEnum
 from threading import Timer
 from typing import Annotated, Any, final
 
@@ -21,9 +22,24 @@ from hookline.display.results import Printout, Result, printout_of
 from hookline.display.text import escape_invisible
 from hookline.display.wrapped_text import terminal_width
 from hookline.errors import HooklineError, HooklineWarning
+from hookline.findings import Findings
 from hookline.models import Batch
 
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, and only that")]
+
+
+class FailOn(StrEnum):
+    """The least level of a finding that makes the exit code 1."""
+
+    error = "error"
+    warning = "warning"
+    note = "note"
+
+
+FailOnOption = Annotated[
+    FailOn | None,
+    typer.Option("--fail-on", help="exit with 1 if a finding is of this level or a worse one"),
+]
 
 BAD_INPUT = 2  # the exit code for a mistake in the arguments; 1 is for a model that fails
 
@@ -44,6 +60,12 @@ def exit_on_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         say("interrupted.")
         raise typer.Exit(130) from None
+
+
+def exit_on_findings(findings: Findings, level: FailOn | None) -> None:
+    """End the command with exit code 1 if a finding is of a level or worse."""
+    if level is not None and findings.reaches(level.value):
+        raise typer.Exit(1)
 
 
 @contextmanager

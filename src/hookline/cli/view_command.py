@@ -7,7 +7,6 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from hookline.cli.fail_on_findings import judge_folder
 from hookline.cli.terminal import out, say
 from hookline.curves import is_run, open_run
 from hookline.errors import FolderError, InputError
@@ -115,8 +114,9 @@ def write_folder_page(
     folder = folders[0]
     if is_run(folder):
         title, where = folder.resolve().name, os.fspath(folder)
-        page = write_curves_page(open_run(folder), out_path, title=title, where=where)
-        return page, judge_folder(folder)
+        run = open_run(folder)
+        page = write_curves_page(run, out_path, title=title, where=where)
+        return page, run.findings()
     if may_hold_finding(folder):
         return write_page(read_finding(folder), out_path), None
     contents = FolderSource(folder, items).read()
