@@ -54,7 +54,7 @@ class Facts:
 
 def verdict_on(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> SiteVerdict:
     """Return the verdict on a site."""
-    always = _cause_without_run(site, node)
+    always = _takes_no_gradient(node) if isinstance(node, ParameterNode) else never_called(node)
     if always is not None:
         return SiteVerdict(site, 0, *always)
     run = facts.run
@@ -76,12 +76,6 @@ def verdict_on(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> Si
 
 
 # -- causes that hold for any input --------------------------------------------------------------
-
-
-def _cause_without_run(site: Site, node: ModuleNode | ParameterNode) -> Why | None:
-    if isinstance(node, ParameterNode):
-        return _takes_no_gradient(node)
-    return never_called(node)
 
 
 def _takes_no_gradient(node: ParameterNode) -> Why | None:
@@ -114,7 +108,7 @@ def _no_such_call(site: Site, node: Any, facts: Facts) -> Why | None:
 def _raised_before(site: Site, node: Any, facts: Facts) -> Why | None:
     if facts.run is None or facts.run.failure is None:
         return None
-    if isinstance(node, ModuleNode) and id(node.module) in facts.observations.called:
+    if id(node.module) in facts.observations.called:
         return Why(RAISED.why, "mend the failure below first")
     return Why("the forward raised before it came here", "mend the failure below first")
 
@@ -126,8 +120,6 @@ def _not_own_operation(site: Site, node: Any, facts: Facts) -> Why | None:
 
 
 def _forward_called_directly(site: Site, node: Any, facts: Facts) -> Why | None:
-    if not isinstance(node, ModuleNode):
-        return None
     use = facts.observations.direct.get(id(node.module))
     if use is None:
         return None
@@ -140,7 +132,7 @@ def _forward_called_directly(site: Site, node: Any, facts: Facts) -> Why | None:
 
 
 def _weights_used_directly(site: Site, node: Any, facts: Facts) -> Why | None:
-    use = facts.observations.used.get(id(node.module)) if isinstance(node, ModuleNode) else None
+    use = facts.observations.used.get(id(node.module))
     if use is None:
         return None
     return Why(
@@ -152,7 +144,7 @@ def _weights_used_directly(site: Site, node: Any, facts: Facts) -> Why | None:
 
 def _inside_fused_attention(site: Site, node: Any, facts: Facts) -> Why | None:
     """Find a module inside a fused attention of transformers, which is not called."""
-    parent = node.parent if isinstance(node, ModuleNode) else None
+    parent = node.parent
     if parent is None or id(parent.module) not in facts.observations.called:
         return None
     kind = getattr(getattr(parent.module, "config", None), "_attn_implementation", None)
@@ -181,7 +173,7 @@ def _runs_differed(site: Site, node: Any, facts: Facts) -> Why | None:
 
 
 def _only_in_other_mode(site: Site, node: Any, facts: Facts) -> Why | None:
-    if not isinstance(node, ModuleNode) or id(node.module) not in facts.other_mode:
+    if id(node.module) not in facts.other_mode:
         return None
     now, other = ("training", "eval") if facts.is_training else ("eval", "training")
     call = "model.eval()" if facts.is_training else "model.train()"
@@ -190,7 +182,7 @@ def _only_in_other_mode(site: Site, node: Any, facts: Facts) -> Why | None:
 
 def _not_reached(site: Site, node: Any, facts: Facts) -> Why | None:
     ran = facts.observations.ran
-    if not isinstance(node, ModuleNode) or not ran:
+    if not ran:
         return None
     highest, caller, above = node, node, node.parent
     while above is not None:
@@ -298,12 +290,8 @@ def _value_has_no_gradient(site: Site, node: Any, facts: Facts) -> Why | None:
 
 
 def _requires_no_grad(site: Site, node: Any, subject: str) -> Why:
-    trainable = (
-        [p for p in node.module.parameters() if p.requires_grad]
-        if isinstance(node, ModuleNode)
-        else []
-    )
-    if site.port == "grad_output" and trainable:
+    is_trainable = any(parameter.requires_grad for parameter in node.module.parameters())
+    if site.port == "grad_output" and is_trainable:
         return Why(
             f"{subject} needs no gradient although its parameters do: it is detached inside",
             "remove the .detach(), .data or .item() in its forward",

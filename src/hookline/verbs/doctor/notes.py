@@ -181,7 +181,8 @@ def _foreign_hooks(model: nn.Module, facts: Facts) -> Iterator[Note]:
 def _modes(model: nn.Module) -> Iterator[Note]:
     modules = list(model.modules())
     training = [module for module in modules if module.training]
-    if training and len(training) < len(modules) and any(_uses_mode(module) for module in modules):
+    uses_mode = any(isinstance(module, (*_DROPOUTS, *_BATCH_NORMS)) for module in modules)
+    if uses_mode and training and len(training) < len(modules):
         yield Note(
             "mode",
             f"{len(training)} of {len(modules)} modules are in training mode, the others in eval",
@@ -197,10 +198,6 @@ def _modes(model: nn.Module) -> Iterator[Note]:
             f"{' and '.join(parts)}: values differ from those of eval mode",
             "call model.eval() for features; leave the mode to see values of training",
         )
-
-
-def _uses_mode(module: nn.Module) -> bool:
-    return isinstance(module, (*_DROPOUTS, *_BATCH_NORMS))
 
 
 def _devices_and_dtypes(model: nn.Module) -> Iterator[Note]:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, final
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from hookline.engine import ModuleNode, global_hooks, hook_dict, own_parameters
 from hookline.engine.pytree import tree
+from hookline.util.walk_stack import walk_stack
 
 # torch's own name for the method that every call of a module goes through.
 _CALL = "_call_impl"
@@ -83,7 +85,8 @@ class _Watcher:
 
     def __init__(self, nodes: list[ModuleNode], observations: Observations) -> None:
         self._paths = {id(node.module): node.path for node in nodes}
-        self._forwards = {code for node in nodes if (code := _code(node.module)) is not None}
+        forwards = (_unwrapped_code(getattr(node.module, "forward", None)) for node in nodes)
+        self._forwards = set(filter(None, forwards))
         self._hooks = {code for _, _, code in foreign_hooks(nodes)}
         self._observations = observations
 
@@ -107,19 +110,17 @@ class _Watcher:
         module = frame.f_locals.get(names[0]) if names else None
         if id(module) not in self._paths or id(module) in self._observations.direct:
             return
-        above, has_own_call = frame.f_back, False
-        for _ in range(_HIGHEST):
-            if above is None or above.f_code in self._forwards:
+        has_own_call = False
+        for above in islice(walk_stack(frame.f_back), _HIGHEST):
+            if above.f_code in self._forwards:
                 break
             if above.f_code.co_name == _CALL and above.f_locals.get("self") is module:
                 return
             is_call = above.f_code.co_name == "__call__"
             has_own_call |= is_call and above.f_locals.get("self") is module
-            above = above.f_back
         if has_own_call:
             self._observations.overridden.add(id(module))
-        caller = frame.f_back
-        within = None if caller is None else _calling_module(caller, self._paths)
+        within = _calling_module(frame.f_back, self._paths)
         self._observations.direct[id(module)] = Use(
             "forward", self._paths.get(id(within), ""), _user_line(frame.f_back)
         )
@@ -176,10 +177,6 @@ def foreign_hooks(nodes: list[ModuleNode]) -> Iterator[tuple[str, str, CodeType]
             yield path, kind, code
 
 
-def _code(module: nn.Module) -> CodeType | None:
-    return _unwrapped_code(getattr(module, "forward", None))
-
-
 def _unwrapped_code(function: Callable[..., Any] | None) -> CodeType | None:
     """Return the code of a function as it was written, without decorators and partials."""
     while function is not None and hasattr(function, "func"):
@@ -194,20 +191,15 @@ def _unwrapped_code(function: Callable[..., Any] | None) -> CodeType | None:
 
 def _calling_module(frame: FrameType | None, paths: dict[int, str]) -> Any:
     """Return the innermost module that is being called."""
-    while frame is not None:
-        if frame.f_code.co_name == _CALL and id(frame.f_locals.get("self")) in paths:
-            return frame.f_locals["self"]
-        frame = frame.f_back
-    return None
+    calls = (above for above in walk_stack(frame) if above.f_code.co_name == _CALL)
+    modules = (call.f_locals.get("self") for call in calls)
+    return next((module for module in modules if id(module) in paths), None)
 
 
 def _user_line(frame: FrameType | None) -> str:
     """Return the file and line of the innermost frame that is neither torch's nor hookline's."""
-    while frame is not None:
-        if not _is_of_library(frame.f_code):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    users = (above for above in walk_stack(frame) if not _is_of_library(above.f_code))
+    return next((f"{user.f_code.co_filename}:{user.f_lineno}" for user in users), "")
 
 
 def _is_of_library(code: CodeType) -> bool:

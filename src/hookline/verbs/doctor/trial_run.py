@@ -23,12 +23,12 @@ from hookline.engine import (
     Order,
     ParameterNode,
     Pass,
-    PendingGradient,
     Selection,
     Site,
     SitedNode,
     SplitCallback,
     module_tree,
+    no_callback,
     path_text,
     snapshot,
     version_counter,
@@ -91,9 +91,6 @@ class _NoOpCallback(GradientCallback):
     """A callback that does nothing with a gradient, because the tap counts the gradients."""
 
     warns = False
-
-    def on_gradient(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
-        """Do nothing."""
 
 
 @final
@@ -226,11 +223,7 @@ def _count_fired(line: Line, run: TrialRun) -> None:
 
 
 def _bind_no_op(site: Site) -> Bound:
-    return _NoOpCallback() if site.is_gradient else _do_nothing
-
-
-def _do_nothing(current: Pass, value: Any) -> None:
-    """Do nothing, because the tap counts the values."""
+    return _NoOpCallback() if site.is_gradient else no_callback  # the tap counts
 
 
 def _noting_callback(site: Site, run: TrialRun) -> Bound:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import PurePath
 from types import FrameType
 from typing import NamedTuple, final
 
 from torch import nn
+
+from hookline.util.walk_stack import walk_stack
 
 _GENERATION = ("transformers", "generation", "utils.py")
 _SEARCHES = ("beam_", "_sample", "_assisted_decoding")  # in the names of its functions
@@ -27,15 +30,11 @@ def innermost_search_frame(frame: FrameType) -> FrameType | None:
 
 def _innermost_frame(frame: FrameType, names: tuple[str, ...]) -> FrameType | None:
     """Return the innermost frame of `generate` around a call whose name holds one of those."""
-    above = frame.f_back
-    for _ in range(_MOST_FRAMES):
-        if above is None:
-            return None
+    for above in islice(walk_stack(frame.f_back), _MOST_FRAMES):
         code = above.f_code
         is_wanted = any(name in code.co_name for name in names)
         if is_wanted and PurePath(code.co_filename).parts[-3:] == _GENERATION:
             return above
-        above = above.f_back
     return None
 
 
