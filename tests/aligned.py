@@ -11,7 +11,7 @@ from hookline.engine.pytree import tree
 from hookline.models.torchvision_import import import_torchvision
 from hookline.verbs.compare.locate_tokens import locate_tokens
 from hookline.verbs.compare.token_alignment import align
-from hookline.verbs.shared.kv_cache import CACHES
+from hookline.verbs.shared.token_inputs import CACHES
 
 import_torchvision()  # transformers imports it, and cannot where its operators are missing
 

@@ -21,7 +21,7 @@ from by_torch import (
     tripled,
 )
 from hookline.models.torchvision_import import import_torchvision
-from hookline.verbs.shared.kv_cache import CACHES
+from hookline.verbs.shared.token_inputs import CACHES
 
 import_torchvision()  # transformers imports it, and cannot where its operators are missing
 

@@ -38,7 +38,7 @@ from hookline.verbs.compare.token_alignment import (
     align,
     shapes_of,
 )
-from hookline.verbs.shared.kv_cache import CACHES
+from hookline.verbs.shared.token_inputs import CACHES
 
 _PASS = re.compile(r"#pass(\d+)$")
 # Inputs that say where tokens lie, and not what they are. The tokens themselves are matched.

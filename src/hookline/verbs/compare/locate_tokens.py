@@ -16,8 +16,7 @@ from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.recordings import PassRecord, Recording
 from hookline.verbs.compare.rank_groups import INPUT, Group, passes_with_values
-from hookline.verbs.shared.kv_cache import CACHES
-from hookline.verbs.shared.token_inputs import token_inputs
+from hookline.verbs.shared.token_inputs import CACHES, token_inputs
 
 ROWS = "rows"  # the stream of inputs that are rows without tokens, such as images
 _PREFIXES = ("", "decoder_")

@@ -22,8 +22,8 @@ from hookline.verbs.edit import in_graph
 from hookline.verbs.edit.indices import Indices
 from hookline.verbs.edit.tokens import PassTokens, Tokens, add_dims, plain_tokens, read_tokens
 from hookline.verbs.shared.enclosing_generate import Chunk, is_assisted, prefill_chunk
-from hookline.verbs.shared.kv_cache import find_cache, n_cached_tokens
 from hookline.verbs.shared.root_call import root_call
+from hookline.verbs.shared.token_inputs import find_cache, n_cached_tokens
 
 # Why compiled code cannot tell the tokens where no run of the root has begun.
 _OUTSIDE = "it runs outside a run of the edited model"

@@ -11,8 +11,13 @@ from torch import Tensor
 
 from hookline.errors import StructureError
 from hookline.verbs.edit.indices import Indices
-from hookline.verbs.shared.kv_cache import find_cache, n_cached_tokens
-from hookline.verbs.shared.token_inputs import MASKS, TokenInputs, token_inputs
+from hookline.verbs.shared.token_inputs import (
+    MASKS,
+    TokenInputs,
+    find_cache,
+    n_cached_tokens,
+    token_inputs,
+)
 
 
 @final

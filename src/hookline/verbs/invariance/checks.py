@@ -15,9 +15,9 @@ from hookline.display.text import first_line, plural
 from hookline.engine import is_compiled
 from hookline.verbs.invariance.batch import DECODED, IDS, MASK, POSITIONS, NotApplicable, Side
 from hookline.verbs.invariance.trials import Run, Trials
-from hookline.verbs.shared.kv_cache import CACHES
 from hookline.verbs.shared.run_model import call, copied
 from hookline.verbs.shared.run_settings import RandomStates, generators_of
+from hookline.verbs.shared.token_inputs import CACHES
 
 Pair = tuple[Run, Run]
 _MOST_ALONE = 4  # rows that run alone

@@ -20,9 +20,9 @@ from hookline.verbs.invariance.reasons import Reason, differs, holds, outputs_of
 from hookline.verbs.invariance.result import Checked, Invariance, Outcome
 from hookline.verbs.invariance.trials import Trials, compare_runs
 from hookline.verbs.shared.failing_module import find_failing_module
-from hookline.verbs.shared.kv_cache import find_cache, n_cached_tokens
 from hookline.verbs.shared.refused_weights import refuse_lazy_parameters, refuse_meta_tensors
 from hookline.verbs.shared.run_model import Inputs, check_arguments, unwrap_lone_tensor
+from hookline.verbs.shared.token_inputs import find_cache, n_cached_tokens
 
 _MOST_NAMED = 3
 _UNSTEADY = "the model does not repeat itself"

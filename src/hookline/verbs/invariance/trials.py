@@ -20,9 +20,9 @@ from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.invariance.batch import Batch, NotApplicable
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.casting import cast_model
-from hookline.verbs.shared.kv_cache import CACHES
 from hookline.verbs.shared.model_state import in_eval_mode, parameters_restored, restore_after_run
 from hookline.verbs.shared.run_model import call, copied, sum_of_mean_squares
+from hookline.verbs.shared.token_inputs import CACHES
 
 _SITES = ["**", "(root):input"]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hookline.verbs.shared.kv_cache import find_cache, n_cached_tokens
+from hookline.verbs.shared.token_inputs import find_cache, n_cached_tokens
 
 KEYS = torch.zeros(2, 4, 5, 8)
 
