@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.engine import path_text
@@ -29,8 +30,7 @@ from hookline.verbs.compare.comparison import (
     number_text,
     ratio_text,
 )
-from hookline.verbs.compare.flipped_choices import is_flipped_by_noise
-from hookline.verbs.compare.measure import Measured, measure_values
+from hookline.verbs.compare.measure import Measured, arrays_in, measure_values
 from hookline.verbs.compare.noise_floor import Floor, eps_of, estimate_floor, measured_floor
 from hookline.verbs.compare.pair_by_name import Pairing
 from hookline.verbs.compare.prefetch import Values, prefetch_pairs
@@ -51,10 +51,7 @@ class Judge:
     """
 
     def __init__(
-        self,
-        floor: Comparison | None,
-        pairing: Pairing,
-        alignment: Alignment | None = None,
+        self, floor: Comparison | None, pairing: Pairing, alignment: Alignment | None = None
     ) -> None:
         self._floors = {row.site: row for row in floor.rows} if floor is not None else {}
         self._pairs = pairing.pairs
@@ -79,7 +76,15 @@ class Judge:
 
         Where no pair has an element, as of an empty batch, nothing is comparable.
         """
-        rows = list(self._judge_pairs(a, b))
+        if self._alignment is not None:
+            observe_shapes(self._alignment, self._pairs)
+        self._flags = flags_of(a), flags_of(b)
+        rows: list[ComparedSite] = []
+        for (ours, theirs), values in prefetch_pairs(self._pairs, a, b):
+            of_pair = self._judge_pair(ours, theirs, values)
+            del values
+            self.entry_of |= {row.site: ours for row in of_pair}
+            rows += of_pair
         if self._has_elements:
             return rows
         return [
@@ -90,16 +95,6 @@ class Judge:
             if row.verdict == "identical" else row
             for row in rows
         ]  # fmt: skip
-
-    def _judge_pairs(self, a: Side, b: Side) -> Iterator[ComparedSite]:
-        if self._alignment is not None:
-            observe_shapes(self._alignment, self._pairs)
-        self._flags = flags_of(a), flags_of(b)
-        for (ours, theirs), values in prefetch_pairs(self._pairs, a, b):
-            for row in self._judge_pair(ours, theirs, values):
-                self.entry_of[row.site] = ours
-                yield row
-            del values
 
     def _judge_pair(self, ours: Entry, theirs: Entry, values: Values | None) -> list[ComparedSite]:
         incomparable = partial(ComparedSite, ours.key, theirs.key, "not comparable")
@@ -176,24 +171,15 @@ class Judge:
             self.coarsest = max(self.coarsest, eps)
         known = self._floors.get(site)
         if known is not None and known.relative is not None and known.norm_ratio is not None:
-            return measured_floor(
-                Difference(
-                    known.relative,
-                    known.norm_ratio,
-                    known.worst_row or 0.0,
-                    known.worst_element or 0.0,
-                )
-            )
+            worst = known.worst_row or 0.0, known.worst_element or 0.0
+            return measured_floor(Difference(known.relative, known.norm_ratio, *worst))
         if entry.kind == "stored" and not entry.is_input:
             return estimate_floor(eps, "stored")
         self._stored_eps = max(self._stored_eps, eps)
-        self.eps = max(self.eps, eps, ROUNDING["tf32" if self._is_in_tf32(pair) else "ieee"])
-        return estimate_floor(self.eps, entry.kind, n_modules)
-
-    def _is_in_tf32(self, pair: Measured) -> bool:
-        """Tell whether a GPU multiplied in TF32 for one of two tensors."""
         sides = zip(self._flags, pair.dtypes, strict=False)
-        return any(flags and dtype in _MULTIPLIED for flags, dtype in sides)
+        is_in_tf32 = any(flags and dtype in _MULTIPLIED for flags, dtype in sides)
+        self.eps = max(self.eps, eps, ROUNDING["tf32" if is_in_tf32 else "ieee"])
+        return estimate_floor(self.eps, entry.kind, n_modules)
 
     @property
     def tf32_flags(self) -> list[str]:
@@ -226,6 +212,7 @@ class Judge:
         return path, [Finding("site", text + hint, first.site)]
 
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _FLIPPED = "their scores are equal up to noise"
 _MULTIPLIED = (torch.float32, torch.complex64)  # what TF32 may stand in for
 
@@ -264,6 +251,55 @@ def _exceeded_text(gap: Difference, exceeded: list[str], *, is_exact: bool) -> s
         "worst_element": f"element {list(gap.element)} by {number_text(gap.worst_element)}",
     }
     return texts[exceeded[0]]
+
+
+# -- choices that rounding flipped ----------------------------------------------------------------
+
+
+def is_flipped_by_noise(ours: Any, theirs: Any, leaf: Leaf, equal_leaves: Collection[Leaf]) -> bool:
+    """Tell whether scores in the same values explain why indices differ.
+
+    Scores that moved by at most `d` can only swap their order if they lie within `2 d`. So both
+    choices must pick scores that lie so close, of each vector.
+
+    Args:
+        ours: the first value, with the indices and the scores from which they were chosen: the
+            last dimension of the indices is shorter, as of `topk`, or missing, as of `argmax`.
+        theirs: the second value.
+        leaf: the leaf of the indices.
+        equal_leaves: the leaves of tensors that are equal up to noise.
+    """
+    a, b = dict(arrays_in(ours)), dict(arrays_in(theirs))
+    chosen = a.get(leaf), b.get(leaf)
+    if not all(isinstance(indices, Tensor) and indices.dtype in _INTEGERS for indices in chosen):
+        return False
+    return any(_scores_explain((a.get(scores), b.get(scores)), chosen) for scores in equal_leaves)
+
+
+def _scores_explain(scores: tuple[Any, Any], chosen: tuple[Any, Any]) -> bool:
+    if not all(isinstance(part, Tensor) and part.is_floating_point() for part in scores):
+        return False
+    first, second = (part.to("cpu", torch.float64) for part in scores)
+    if first.shape != second.shape or not first.dim():
+        return False
+    picked = [_picked_scores(first, indices.cpu().long()) for indices in chosen]
+    if picked[0] is None or picked[1] is None or picked[0].shape != picked[1].shape:
+        return False
+    reach = 2 * (first - second).abs().amax(-1, keepdim=True)
+    return bool(((picked[0] - picked[1]).abs() <= reach).all())
+
+
+def _picked_scores(scores: Tensor, indices: Tensor) -> Tensor | None:
+    """Return the scores at indices of the last dimension, sorted; None if they are no indices."""
+    if indices.shape == scores.shape[:-1]:
+        indices = indices[..., None]
+    n = scores.shape[-1]
+    is_shorter = indices.dim() == scores.dim() and indices.shape[-1] < n
+    if not is_shorter or indices.shape[:-1] != scores.shape[:-1]:
+        return None
+    if not bool(((indices >= 0) & (indices < n)).all()):
+        return None
+    return scores.gather(-1, indices).sort(-1).values
 
 
 def leaf_key(entry: Entry, leaf: tuple[Any, ...]) -> str:

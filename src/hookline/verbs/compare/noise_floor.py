@@ -39,7 +39,6 @@ _EPS = {torch.float64: 2.0**-26, torch.complex128: 2.0**-26}
 _COARSEST = 0.5
 FINE = 2.0**-20  # the eps of float32 is below, that of dtypes of 16 bits and fewer above
 
-_STORED = (1.0, 1.0, 1.0, 1.0)
 _MULTIPLES = {
     ("output", True): (64.0, 8.0, 256.0, 256.0),
     ("output", False): (8.0, 3.0, 24.0, 32.0),
@@ -90,17 +89,12 @@ def estimate_floor(eps: float, kind: Kind, n_modules: int = 0) -> Floor:
         n_modules: how many modules without children come before it.
     """
     if kind == "stored":
-        return Floor(*(eps * multiple for multiple in _STORED))
-    depth = math.sqrt(max(1.0, n_modules / _N_MODULES))
-    multiples = _MULTIPLES[kind, eps < FINE]
+        return Floor(eps, eps, eps, eps)
     if not eps:
         return Floor()
-    return Floor(
-        *(
-            min(eps * multiple * depth, most)
-            for multiple, most in zip(multiples, _MOST, strict=True)
-        )
-    )
+    unit = eps * math.sqrt(max(1.0, n_modules / _N_MODULES))
+    pairs = zip(_MULTIPLES[kind, eps < FINE], _MOST, strict=True)
+    return Floor(*(min(unit * multiple, most) for multiple, most in pairs))
 
 
 def measured_floor(gap: Difference) -> Floor:

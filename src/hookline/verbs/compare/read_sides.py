@@ -132,11 +132,6 @@ class Side:
     settings: tuple[Settings, ...] = ()
     store: Store | None = None
 
-    def shares_model_with(self, other: Side) -> bool:
-        """Tell whether both were recorded from one model that is alive."""
-        model = self.living_model
-        return model is not None and model is other.living_model
-
     @property
     def living_model(self) -> nn.Module | None:
         """Return the model that it was recorded from, if that is alive."""
@@ -339,9 +334,8 @@ def _recorded_entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]
     rest = value.key.removeprefix(path_text(site.path))
     rest += "" if value.backward is None else f"#backward{value.backward}"
     # A gradient has come through the whole forward, and back to its module.
-    total = depths.get("", 0)
     depth = depths.get(site.path, 0)
-    n_modules = 2 * total - depth if site.is_gradient else depth
+    n_modules = 2 * depths.get("", 0) - depth if site.is_gradient else depth
     return Entry(
         site.path, rest + suffix, value.read, _kind_at(site), n_modules, value.outline, value.part
     )
@@ -373,7 +367,12 @@ def _array_entries(arrays: Mapping[Any, Any], name: str) -> list[Entry]:
         )
     is_stored = _are_weights(arrays)
     entries = [
-        Entry(_path(key), "", _make_reader(value), "stored" if is_stored[key] else "output")
+        Entry(
+            _path(key),
+            "",
+            value if isinstance(value, partial) else partial(arrays.get, key),
+            "stored" if is_stored[key] else "output",
+        )
         for key, value in arrays.items()
     ]
     return entries if all(is_stored.values()) else _sort_children_first(entries)
@@ -412,10 +411,6 @@ def _path(name: str) -> str:
     return "" if name == ROOT else name
 
 
-def _make_reader(value: Any) -> Callable[[], Any]:
-    return value if isinstance(value, partial) else lambda: value
-
-
 def _are_weights(arrays: Mapping[str, Any]) -> dict[str, bool]:
     """Tell which arrays are weights, which are rounded once and not by each layer.
 
@@ -434,23 +429,20 @@ def _sort_children_first(entries: list[Entry]) -> list[Entry]:
     for number, entry in enumerate(entries):
         last |= dict.fromkeys((entry.path, *paths_above(entry.path)), number)
     return sorted(
-        entries,
-        key=lambda entry: (last[entry.path], -entry.path.count(".") - bool(entry.path)),
+        entries, key=lambda entry: (last[entry.path], -entry.path.count(".") - bool(entry.path))
     )
 
 
 def _curve_entries(curves: Curves) -> Iterator[Entry]:
+    def numbers_at(site: str, name: str) -> StepNumbers:
+        curve = curves[site]
+        return StepNumbers(curve.steps, getattr(curve, name))
+
+    def logged_numbers(name: str) -> StepNumbers:
+        return StepNumbers(*curves.logged[name])
+
     for site in curves.sites:
         for name in curves[site].names:
-            yield Entry(f"{site}/{name}", "", partial(_curve_numbers, curves, site, name))
+            yield Entry(f"{site}/{name}", "", partial(numbers_at, site, name))
     for name in curves.logged:
-        yield Entry(f"logged/{name}", "", partial(_logged_numbers, curves, name))
-
-
-def _curve_numbers(curves: Curves, site: str, name: str) -> StepNumbers:
-    curve = curves[site]
-    return StepNumbers(curve.steps, getattr(curve, name))
-
-
-def _logged_numbers(curves: Curves, name: str) -> StepNumbers:
-    return StepNumbers(*curves.logged[name])
+        yield Entry(f"logged/{name}", "", partial(logged_numbers, name))

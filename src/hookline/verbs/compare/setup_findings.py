@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hookline.display.text import listed, plural
-from hookline.engine import path_text
+from hookline.engine import path_text, paths_above
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings, ignores_mode
 from hookline.findings import Finding
@@ -113,11 +113,12 @@ def find_setting_differences(a: Side, b: Side) -> tuple[list[Finding], list[Find
 
 def _differing_modes(a: Settings, b: Settings, kinds: Mapping[str, str]) -> Iterator[str]:
     """Say which modules were in training mode in one run alone, and compute otherwise in it."""
+    holders = {above for path in kinds for above in paths_above(path)}
     odd = [
         path
         for path in sorted({*a.training, *b.training})
         if a.is_training(path) != b.is_training(path)
-        and not (path and ignores_mode(kinds.get(path, "")) and not _has_children(path, kinds))
+        and not (path and path not in holders and ignores_mode(kinds.get(path, "")))
     ]
     for is_training, label, other in ((True, "a", "b"), (False, "b", "a")):
         mine = [path for path in odd if a.is_training(path) is is_training]
@@ -126,10 +127,6 @@ def _differing_modes(a: Settings, b: Settings, kinds: Mapping[str, str]) -> Iter
         elif mine:
             names = listed([path_text(path) for path in mine], _MOST_NAMED)
             yield f"in training mode in {label}, and in eval mode in {other}: {names}"
-
-
-def _has_children(path: str, kinds: Mapping[str, str]) -> bool:
-    return any(other.startswith(f"{path}.") for other in kinds)
 
 
 def _differing_torch_settings(a: Settings, b: Settings) -> Iterator[str]:
@@ -184,7 +181,7 @@ def find_model_differences(side_a: Side, side_b: Side, *, does_differ: bool) -> 
 
     Of one model that is alive no weights are read.
     """
-    if side_a.shares_model_with(side_b):
+    if side_a.living_model is not None and side_a.living_model is side_b.living_model:
         return []
     lost = [label for label, side in (("a", side_a), ("b", side_b)) if side.has_lost_model]
     if lost and does_differ:
@@ -195,7 +192,8 @@ def find_model_differences(side_a: Side, side_b: Side, *, does_differ: bool) -> 
     a, b = ([model for model in side.identify() if model is not None] for side in (side_a, side_b))
     if len(a) == len(b):
         return _compare_rank_models(a, b)
-    if not a or not b or any(_are_pipeline_stages(models) for models in (a, b)):
+    are_stages = any(len({model.structure for model in models}) > 1 for models in (a, b))
+    if not a or not b or are_stages:  # of a pipeline, whose ranks have other modules
         return []
     of_parts = list(_weights_not_compared("a", a)) + list(_weights_not_compared("b", b))
     known = replace(a[0], weights=b[0].weights) if of_parts else a[0]
@@ -211,11 +209,6 @@ def _compare_rank_models(a: list[RecordedModel], b: list[RecordedModel]) -> list
     if all(findings == of_ranks[rank] for findings in of_ranks):
         return of_ranks[rank]
     return [replace(finding, text=f"on rank {rank}: {finding.text}") for finding in of_ranks[rank]]
-
-
-def _are_pipeline_stages(models: list[RecordedModel]) -> bool:
-    """Tell whether the models of several ranks have other modules, as in a pipeline."""
-    return len({model.structure for model in models}) > 1
 
 
 def _weights_not_compared(name: str, models: list[RecordedModel]) -> Iterator[Finding]:
