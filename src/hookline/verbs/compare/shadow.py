@@ -2,41 +2,80 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, final
+from functools import partial
+from typing import Any, NamedTuple, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from hookline.display.text import first_line, listed
+from hookline.display.text import first_line, listed, torch_name
 from hookline.engine import module_tree, path_text, require_model
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.describe import leaf_text
-from hookline.errors import InputError
+from hookline.errors import HooklineError, InputError
 from hookline.findings import Finding
-from hookline.verbs.compare.comparison import (
-    ComparedSite,
-    Comparison,
-    Verdict,
-    number_text,
-)
+from hookline.verbs.attach.raw_line import attach
+from hookline.verbs.compare.comparison import ComparedSite, Comparison, Verdict, number_text
 from hookline.verbs.compare.judge import Judge, leaf_key
 from hookline.verbs.compare.measure import Measured, measure_values
-from hookline.verbs.compare.noise_floor import Floor
+from hookline.verbs.compare.noise_floor import Floor, eps_of
 from hookline.verbs.compare.pair_by_name import Names, Pairing, pair_entries
-from hookline.verbs.compare.read_sides import Entry
-from hookline.verbs.compare.run_both_models import Call, ModelRun, run_both
+from hookline.verbs.compare.read_sides import Entry, Side
 from hookline.verbs.compare.setup_findings import find_unpaired
+from hookline.verbs.shared.casting import cast_dtype, cast_model
+from hookline.verbs.shared.failing_module import hookline_notes
 from hookline.verbs.shared.model_state import eval_without_side_effects
 from hookline.verbs.shared.refused_weights import refuse_meta_tensors
-from hookline.verbs.shared.run_model import Inputs, check_arguments, unwrap_lone_tensor
+from hookline.verbs.shared.run_model import Inputs, call, check_arguments, unwrap_lone_tensor
 
 # The floor of a local error, in eps times the square root of the number of modules inside. Clean
 # modules of twelve models were off by at most 2.4.
 _MULTIPLES = (4.0, 4.0, 32.0, 64.0)
+# Also in float64, norms, softmax and rotary tables are computed in float32: up to 1e-7.
+_EPS_OF_FLOAT64 = 2.0**-22
+_WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_NAMED = 3
 _NO_REPEAT = "it does not repeat itself on its own inputs, so it reads what changes meanwhile"
 _OTHER_FORM = "its inputs have another form in b, such as another mask"
+
+
+@final
+@dataclass(slots=True)
+class Call:
+    """A call of a module: copies of what it got and of what it returned."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+
+
+Calls = dict[tuple[str, str], Call]  # by path and number, in the order in which they end
+
+
+class ModelRun(NamedTuple):
+    """A model in eval mode on the inputs.
+
+    Args:
+        model: the model, or its copy in float64.
+        calls: the calls of its modules.
+    """
+
+    model: nn.Module
+    calls: Calls
+
+    @property
+    def side(self) -> Side:
+        """The outputs, in firing order, as `hl.compare` takes them."""
+        entries = [
+            Entry(path, number, partial(getattr, entry, "output"))
+            for (path, number), entry in self.calls.items()
+        ]
+        return Side("recording", entries)
 
 
 @final
@@ -101,7 +140,7 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
     refuse_meta_tensors("hl.shadow", a, inputs)
     refuse_meta_tensors("hl.shadow", b, inputs)
     inputs = unwrap_lone_tensor(a, inputs)
-    runs, eps, remarks = run_both(a, b, inputs)
+    runs, eps, remarks = _run_both(a, b, inputs)
     sides = runs[0].side, runs[1].side
     pairing = pair_entries(*sides, names)
     if not any(ours.path and theirs.path for ours, theirs in pairing.pairs):
@@ -131,16 +170,16 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
 
 def _run_locally(runs: list[ModelRun], ours: Entry, theirs: Entry, eps: float) -> _LocalRun:
     """Run a module of b on its counterpart's inputs; where it cannot be run on them, say why."""
-    ours_call, call = (
+    ours_call, own = (
         run.calls[entry.path, entry.rest] for run, entry in zip(runs, (ours, theirs), strict=True)
     )
-    n_modules = sum(not any(True for _ in part.children()) for part in call.module.modules())
+    n_modules = sum(not any(True for _ in part.children()) for part in own.module.modules())
     unit = eps * math.sqrt(n_modules)
     floor = Floor(*(unit * multiple for multiple in _MULTIPLES))
     # The whole model got the same inputs.
-    why, output = ("", call.output) if not ours.path else _run_on_inputs_of(ours_call, call)
+    why, output = ("", own.output) if not ours.path else _run_on_inputs_of(ours_call, own)
     pairs = [] if why else list(measure_values(output, ours_call.output))
-    if ours.path and _exceed_floor(pairs, floor) and not _is_repeatable(call, floor):
+    if ours.path and _exceed_floor(pairs, floor) and not _is_repeatable(own, floor):
         why, pairs = _NO_REPEAT, []
     return _LocalRun(theirs.path, why, {leaf_key(ours, pair.leaf): pair for pair in pairs}, floor)
 
@@ -150,23 +189,23 @@ def _exceed_floor(pairs: list[Measured], floor: Floor) -> bool:
     return any(gap.problem or floor.exceeded_by(gap) for gap in gaps)
 
 
-def _is_repeatable(call: Call, floor: Floor) -> bool:
+def _is_repeatable(own: Call, floor: Floor) -> bool:
     """Tell whether a module gives its output again on its own inputs."""
-    why, output = _run_on_inputs_of(call, call)
-    if why or _forms(output) != _forms(call.output):
+    why, output = _run_on_inputs_of(own, own)
+    if why or _forms(output) != _forms(own.output):
         return False
-    return not _exceed_floor(list(measure_values(output, call.output)), floor)
+    return not _exceed_floor(list(measure_values(output, own.output)), floor)
 
 
-def _run_on_inputs_of(ours: Call, call: Call) -> tuple[str, Any]:
+def _run_on_inputs_of(ours: Call, theirs: Call) -> tuple[str, Any]:
     """Return why a module cannot be run on its counterpart's inputs, or what it returns."""
-    given = call.args, call.kwargs
+    given = theirs.args, theirs.kwargs
     fed = _cast_like(given, (ours.args, ours.kwargs))
     if _forms(fed) != _forms(given):
         return _OTHER_FORM, None
     args, kwargs = fed
     try:
-        return "", call.module(*args, **kwargs)
+        return "", theirs.module(*args, **kwargs)
     except Exception as error:  # whatever the user's module raises
         return f"it refuses the inputs of a: {first_line(error)}", None
 
@@ -268,3 +307,96 @@ def _find_unmeasured(local: dict[str, _LocalRun]) -> list[Finding]:
         Finding("inputs", f"no local error at {listed(sites, _MOST_NAMED)}: {why}", sites[0])
         for why, sites in reasons.items()
     ]
+
+
+# -- both models ----------------------------------------------------------------------------------
+
+
+def _run_both(
+    a: nn.Module, b: nn.Module, inputs: Any
+) -> tuple[list[ModelRun], float, list[Finding]]:
+    """Run both models on copies in float64, where they run in it.
+
+    Their parameters and buffers are rounded to the coarser dtype of the two before, so that a
+    rounded copy has the numbers of the model.
+
+    Returns:
+        The runs, the eps of local errors, and what is said of the dtype.
+
+    Raises:
+        InputError: a model does not run.
+    """
+    dtypes = _coarsest_dtype(a), _coarsest_dtype(b)
+    coarser = max(dtypes, key=lambda dtype: eps_of([dtype]))
+    remarks = []
+    if coarser in _WIDENED:
+        try:
+            copies = [cast_model(copy.deepcopy(model), coarser) for model in (a, b)]
+            wide = [cast_model(model, torch.float64) for model in copies]
+            runs = [ModelRun(model, _run(model, _cast(inputs, torch.float64))) for model in wide]
+        except Exception as error:  # a kernel without float64, a forward that is bound to a model
+            name = torch_name(coarser)
+            text = f"float64 is not tried, so the floors are of {name}: {first_line(error)}"
+            remarks.append(Finding("floor", text))
+        else:
+            return runs, _EPS_OF_FLOAT64, remarks
+    runs = []
+    for name, model, dtype in zip("ab", (a, b), dtypes, strict=True):
+        try:
+            runs.append(ModelRun(model, _run(model, _cast(inputs, dtype))))
+        except HooklineError:
+            raise
+        except Exception as error:  # whatever the user's model raises
+            notes = "".join(f"\n{note}" for note in hookline_notes(error))
+            raise InputError(
+                f"inputs must run in both models, got {type(error).__name__} from {name}:"
+                f" {first_line(error).rstrip('.:')}.{notes}\nGive inputs that {name}(*inputs)"
+                " takes, and the other model too: a tensor, a tuple of arguments or a dict of"
+                " keyword arguments."
+            ) from error
+    return runs, eps_of(dtypes), remarks
+
+
+def _coarsest_dtype(model: nn.Module) -> torch.dtype:
+    """Return the coarsest floating dtype of the parameters."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return max(floating, key=lambda dtype: eps_of([dtype]), default=torch.float32)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return copies of a value's tensors, the floating ones in a dtype."""
+    return tree.map_tensors(
+        lambda tensor: tensor.detach().to(cast_dtype(tensor, dtype), copy=True), value
+    )
+
+
+def _run(model: nn.Module, inputs: Any) -> Calls:
+    """Run a model in eval mode, and return the calls of its modules."""
+    calls: Calls = {}
+    running: list[Call] = []
+    counts: Counter[str] = Counter()
+    paths = {id(node.module): node.path for node in module_tree(model).nodes}
+
+    def copy_of(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        running.append(Call(module, *tree.map_tensors(copy_of, (args, kwargs))))
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        entry = running.pop()
+        while entry.module is not module:  # a module inside raised, which this one caught
+            entry = running.pop()
+        entry.output = tree.map_tensors(copy_of, output)
+        path = paths[id(module)]
+        calls[path, f"#{counts[path]}" * (counts[path] > 0)] = entry
+        counts[path] += 1
+
+    line = attach(model)
+    line.options.quiet = line.options.lenient = True  # a port may leave modules out
+    with eval_without_side_effects(model), line:
+        line.forward_pre(lambda path, module: True, begin, with_kwargs=True)
+        line.forward(lambda path, module: True, end)
+        call(model, inputs)
+    return calls
