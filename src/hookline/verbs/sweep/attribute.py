@@ -158,16 +158,11 @@ def attribute(
             forwards.measure(_sample_changes(grid.groups, n_checked))
             for index, (number, _) in forwards.results.items():
                 measured[index] = number - start.number
-    return _result(grid, (start.number, metric_number(metric, output)), integrals, measured)
-
-
-def _result(
-    grid: Grid, numbers: tuple[float, float], integrals: Mapping[str, Integral], measured: Array
-) -> Attribution:
     scores = SiteDict({site: integral.score for site, integral in integrals.items()})
     gradients = SiteDict({site: integral.mean for site, integral in integrals.items()})
-    effects, is_change = _sum_parts(grid, scores)
-    return Attribution(grid.axes, *numbers, effects, is_change, scores, gradients, measured)
+    numbers = start.number, metric_number(metric, output)
+    effects = _sum_parts(grid, scores)
+    return Attribution(grid.axes, *numbers, *effects, scores, gradients, measured)
 
 
 def _check_options(options: AttributeOptions) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
@@ -81,11 +81,9 @@ class Forwards:
         self.joins: bool = False
         # While ways are compared, what the metric has read; by () of the inputs' own row.
         self._readings: dict[tuple[int, ...], _Reading] | None = None
-        # Whether rows are apart, None if not yet known; and whether the running forward, which all
-        # changes share, tells this, too.
-        self._are_apart: bool | None = None
+        # Whether the running forward, which all changes share, tells whether rows are apart, too.
         self._stirs: bool = False
-        self._most_joined: int = 0
+        self._most_joined: int = 0  # changes at several sites that may share a forward
         self.count: int = 0
         self.notes: list[str] = []
         state = KeptState(model) if may_keep_state(model) else None
@@ -179,7 +177,8 @@ class Forwards:
         has_rows = n_rows > 1 and batch_size(self._inputs) is not None
         groups = sorted(groups, key=self._start_time)
         plain: dict[tuple[int, ...], _Reading] = {}
-        self._most_joined = self._most_that_join(groups)
+        widest = max(_n_bytes(self._changing.known[str(group.sites[0])]) for group in groups)
+        self._most_joined = min(_SITE_BYTES // widest, _OUTPUT_BYTES // _n_bytes(self.output))
         for joins, self.n_rows in [(True, n_rows), (False, n_rows)] * has_rows + [(False, 1)]:
             self.joins = joins
             if self._agree(groups, plain):
@@ -189,13 +188,9 @@ class Forwards:
                 self.notes.append(_REFUSED[self.n_rows > 1])
         self._batches.reuses = False
 
+    @cached_property
     def _are_rows_apart(self) -> bool:
         """Tell whether a batch keeps its metric beside others with other values at the sites."""
-        if self._are_apart is None:
-            self._are_apart = self._keeps_its_metric()
-        return self._are_apart
-
-    def _keeps_its_metric(self) -> bool:
         try:
             with self._changing.stirring():
                 output = self._forward(repeated(self._inputs, N_STIRRED))
@@ -216,7 +211,7 @@ class Forwards:
         joins, before = self.joins, dict(self.results)
         shares = self.joined(groups)
         self._stirs = len(shares) == 1 < len(groups)
-        if self.n_rows > 1 and not self._stirs and not self._are_rows_apart():
+        if self.n_rows > 1 and not self._stirs and not self._are_rows_apart:
             return False
         # Behind the first site most calls see several rows; before the last most are left out.
         # Where all share a forward, the rows of the first site go the way of all others.
@@ -288,11 +283,6 @@ class Forwards:
         size = abs(number - self.baseline)
         return math.inf if math.isnan(size) else size
 
-    def _most_that_join(self, groups: Sequence[Group]) -> int:
-        """Return how many changes at several sites may share a forward."""
-        largest = max(_n_bytes(self._changing.known[str(group.sites[0])]) for group in groups)
-        return min(_SITE_BYTES // largest, _OUTPUT_BYTES // _n_bytes(self.output))
-
     def _start_time(self, group: Group) -> int:
         """Return the time up to which a run does not depend on the changes of a group."""
         return min(self._batches.tape.start_of(site, module) for site, module in group.places)
@@ -309,12 +299,11 @@ class Forwards:
         """Return the groups that may be measured together, in the order of their sites."""
         if not self.joins:
             return [[group] for group in groups]
-        n_most = self._most_joined
         together: list[list[Group]] = []
         n, may_follow = 0, False
         for group in sorted(groups, key=self._start_time):
             may_join, size = self._may_join(group), len(self._missing(group.points))
-            if may_join and may_follow and n + size <= n_most:
+            if may_join and may_follow and n + size <= self._most_joined:
                 together[-1].append(group)
                 n += size
             else:
@@ -371,8 +360,8 @@ class Forwards:
         """
         shares = [self._missing(group.points) for group in groups]
         sites = [site for group in groups for site in group.sites]
+        changing = self._changing
         try:
-            changing = self._changing
             with changing.stirring() if self._stirs else changing.hooked(sites):
                 own, *outputs = self._outputs(shares, self._start_time(groups[0]))
             if self._readings is not None:

@@ -21,8 +21,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, check_one_of
-from hookline.verbs.sweep.put_back import PutBack, Values
-from hookline.verbs.sweep.site_change import SiteChange
+from hookline.verbs.sweep.site_change import PutBack, SiteChange, Values
 
 Label = str | int | float
 Each = Mapping[str, int | tuple[int, int]]
@@ -102,7 +101,9 @@ def read_changes(modules: ModuleTree, changes: Changes) -> list[Entry]:
         return [entry for pair in pairs for entry in _entries_at(modules, *pair)]
     if not isinstance(changes, list | tuple) or not changes:
         hint = f" To put clean values back at {changes!r}, give clean=." * isinstance(changes, str)
-        raise InputError(f"changes must be changes by site, got {_words(changes)}.\n{_FORMS}{hint}")
+        raise InputError(
+            f"changes must be changes by site, got {describe.in_words(changes)}.\n{_FORMS}{hint}"
+        )
     return [_joint_entry(modules, number, item) for number, item in enumerate(changes)]
 
 
@@ -143,11 +144,13 @@ def _joint_entry(modules: ModuleTree, number: int, item: Any) -> Entry:
     label, by_site = item if isinstance(item, tuple) and len(item) == 2 else (number, item)
     if isinstance(by_site, Mapping) and not isinstance(label, str | int | float):
         raise InputError(
-            f"the label of a change must be text or a number, got {_words(label)}."
+            f"the label of a change must be text or a number, got {describe.in_words(label)}."
             '\nGive ("layer 0, head 1", {site: change}) or the like.'
         )
     if not isinstance(by_site, Mapping) or not by_site:
-        raise InputError(f"each of changes must be {{site: change}}, got {_words(item)}.\n{_FORMS}")
+        raise InputError(
+            f"each of changes must be {{site: change}}, got {describe.in_words(item)}.\n{_FORMS}"
+        )
     for change in by_site.values():
         _check_change(change)
     pairs = [
@@ -174,12 +177,8 @@ def _changes_by_label(given: Any) -> dict[Label, Any]:
 def _check_change(change: Any) -> None:
     if not callable(change):
         raise InputError(
-            f"a change must be a function of the value, got {_words(change)}.\n{_FORMS}"
+            f"a change must be a function of the value, got {describe.in_words(change)}.\n{_FORMS}"
         )
-
-
-def _words(value: Any) -> str:
-    return describe.in_words(value)
 
 
 def _select_places(modules: ModuleTree, selector: Selector) -> list[tuple[Site, nn.Module]]:
@@ -331,7 +330,7 @@ def check_each(each: Any) -> Each:
         return {}
     if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):
         raise InputError(
-            f"each must be a dict of names and dimensions, got {_words(each)}."
+            f"each must be a dict of names and dimensions, got {describe.in_words(each)}."
             "\nGive {'position': 1}, or {'head': (2, n_heads)} for equal parts."
         )
     for name in each:

@@ -58,15 +58,12 @@ class Integral:
         """Take the next point."""
         value, gradient = value.to(self._dtype), gradient.to(self._dtype)
         if self._last is not None:
-            self._add_stretch((self._last[0] + value) / 2)
+            border = (self._last[0] + value) / 2
+            self._sum = self._sum + self._last[1] * _displacement(self._border, border)
+            self._border = border
         self._last = value, gradient
         self.total = self.total + gradient
         self.n += 1
-
-    def _add_stretch(self, border: Tensor) -> None:
-        if self._last is not None:
-            self._sum = self._sum + self._last[1] * _displacement(self._border, border)
-        self._border = border
 
     @property
     def score(self) -> Tensor:

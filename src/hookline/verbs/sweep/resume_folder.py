@@ -87,7 +87,7 @@ class SweepFolder:
         }
 
     def write(self, results: Results) -> None:
-        """Write the numbers that are there, if there are more than before.
+        """Write the numbers that are there.
 
         Raises:
             FolderError: they cannot be written.
@@ -95,4 +95,3 @@ class SweepFolder:
         rows = [(index, number.hex(), has_moved) for index, (number, has_moved) in results.items()]
         manifest = {**FORMAT.head(), "job": self._job, "results": rows}
         self._place.write(MANIFEST, [seal_json(manifest)])
-        self.results = dict(results)
