@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hookline.verbs.anatomy import name_inside_parts
-from hookline.verbs.anatomy.identity_errors import CLOSE
+from hookline.verbs.anatomy.identities import CLOSE
 
 Q, K = torch.randn(2, 3, 4, 6, 8, generator=torch.Generator().manual_seed(0))
 BIAS = 5 * torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(1))

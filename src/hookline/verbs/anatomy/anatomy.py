@@ -26,20 +26,14 @@ from hookline.engine import (
     whole_weights,
 )
 from hookline.engine.pytree import describe
-from hookline.errors import (
-    AttachError,
-    HooklineError,
-    InputError,
-    SelectionError,
-    StructureError,
-)
+from hookline.errors import AttachError, HooklineError, InputError, SelectionError, StructureError
 from hookline.recordings import PassRecord, Recording
 from hookline.verbs.anatomy.check_unsharded_output import (
     check_same_output,
     refuse_plain_shards,
     run_output,
 )
-from hookline.verbs.anatomy.identity_errors import error, tolerance
+from hookline.verbs.anatomy.identities import error, tolerance
 from hookline.verbs.anatomy.logit_lens import Lens, apply_head
 from hookline.verbs.anatomy.prove_parts import find_and_prove, quiet_without_fastpath
 from hookline.verbs.anatomy.stacks import Stack
@@ -288,7 +282,11 @@ class Anatomy(Result):
 
     def _notes(self) -> list[str]:
         reasons = self.refused
-        told = {name: why for name, why in reasons.items() if name in self or _is_shown(name, why)}
+        told = {
+            name: why
+            for name, why in reasons.items()
+            if name in self or name == "resid_mid" or "is off by" in why
+        }
         notes = [f"{name} is not proven: {why}" for name, why in told.items()]
         others = [name for name in reasons if name not in told]
         if others:
@@ -336,10 +334,6 @@ def _error_text(error: float | None) -> str:
     if error is None:
         return ""
     return "< 1e-6" if error < 1e-6 else f"{error:.0e}"
-
-
-def _is_shown(name: str, why: str) -> bool:
-    return name == "resid_mid" or "is off by" in why
 
 
 def _layers_text(layers: list[int], n_layers: int) -> str:

@@ -10,7 +10,7 @@ from hookline.display.text import type_and_line
 from hookline.engine import gather_full
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError
-from hookline.verbs.anatomy.identity_errors import error, tolerance
+from hookline.verbs.anatomy.identities import error, tolerance
 from hookline.verbs.shared.run_model import call, copied
 
 # Ranks sum in another order, and each layer adds to the difference. Other code is off by far more.

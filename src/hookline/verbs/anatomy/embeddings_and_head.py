@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import StructureError
-from hookline.verbs.anatomy.claimed_names import Names
-from hookline.verbs.anatomy.identity_errors import best_rescale_error, error, error_up_to_rescale
+from hookline.verbs.anatomy.identities import Names, best_rescale_error, error, error_up_to_rescale
 from hookline.verbs.anatomy.parts import Layer, site_of, stream_site
 from hookline.verbs.anatomy.residual_stream import MATMULS, event_index, walk_back
 from hookline.verbs.anatomy.trace import SUMS, Event, Trace, Value, replay_tokens

@@ -14,9 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from hookline.recordings import Recording
-from hookline.verbs.anatomy.identity_errors import CLOSE
-from hookline.verbs.anatomy.parts import Layer, Part, is_cross, side_inputs, site_of, stream_site
-from hookline.verbs.anatomy.stream_claims import reshape_or_expand
+from hookline.verbs.anatomy.identities import CLOSE
+from hookline.verbs.anatomy.parts import (
+    Layer,
+    Part,
+    is_cross,
+    reshape_or_expand,
+    side_inputs,
+    site_of,
+    stream_site,
+)
 from hookline.verbs.anatomy.trace import Trace
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.record.features import features
@@ -51,7 +58,7 @@ class Interventions:
     """
 
     def __init__(self, model: nn.Module, trace: Trace, inputs: Any, layers: list[Layer]) -> None:
-        self._model, self._trace, self._inputs, self._layers = model, trace, inputs, layers
+        self._model, self._inputs, self._layers = model, inputs, layers
         parts = [(layer, part) for layer in layers for part in layer.parts]
         self._term_sites = {
             id(part): site_of(trace, part.term.value, layer.block.path) for layer, part in parts

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import parse_site
-from hookline.verbs.anatomy.claimed_names import NO_SITE
-from hookline.verbs.anatomy.identity_errors import CLOSE, best_rescale_error, error
+from hookline.engine import parse_site, paths_above
+from hookline.verbs.anatomy.identities import CLOSE, NO_SITE, best_rescale_error, error
 from hookline.verbs.anatomy.parts import (
     Layer,
     Part,
@@ -215,7 +214,8 @@ def _name_router(trace: Trace, layer: Layer, part: Part, indices: Value) -> None
     product, logits = products[-1]
     late, _ = walk_back(indices, [id(logits), *reads], product.index + 1)
     site = site_of(trace, logits, layer.block.path)
-    if site is not None and late and _is_inside(late[0].path, parse_site(site).path):
+    holder = None if site is None else parse_site(site).path
+    if late and holder in (late[0].path, *paths_above(late[0].path)):
         # This module returns the logits beside its choice: an edit of them would choose no other.
         site = next(iter(trace.sites(logits, "operation", f"{product.path}@{product.name}")), None)
     if not layer.names.put("router_logits", site, NO_SITE):
@@ -223,10 +223,6 @@ def _name_router(trace: Trace, layer: Layer, part: Part, indices: Value) -> None
     needed = [layer.names.sites["expert_indices"], site]
     measure = partial(_router_error, late, logits, indices)
     layer.names.claim("choice by the logits", ("router_logits",), needed, measure)
-
-
-def _is_inside(path: str, holder: str) -> bool:
-    return path == holder or path.startswith(f"{holder}.")
 
 
 def _input_site(trace: Trace, call: ModuleCall, value: Value) -> str | None:

@@ -23,14 +23,12 @@ from hookline.errors import (
     SelectionError,
     StructureError,
 )
-from hookline.verbs.anatomy.claimed_names import Claim
 from hookline.verbs.anatomy.embeddings_and_head import name_embeddings, name_norm_and_logits
-from hookline.verbs.anatomy.identity_errors import tolerance
+from hookline.verbs.anatomy.identities import Claim, tolerance
 from hookline.verbs.anatomy.interventions import Interventions
 from hookline.verbs.anatomy.name_inside_parts import name_attention, name_experts, name_mlp
-from hookline.verbs.anatomy.parts import find_named_sites
+from hookline.verbs.anatomy.parts import claim_stream_identities, find_named_sites
 from hookline.verbs.anatomy.stacks import Stack, find_stacks
-from hookline.verbs.anatomy.stream_claims import claim_stream_identities
 from hookline.verbs.anatomy.trace import Trace
 from hookline.verbs.record.record import record
 from hookline.verbs.shared.run_model import call, copied
@@ -123,10 +121,13 @@ def _prove_names(model: nn.Module, stack: Stack, inputs: Sequence[Any]) -> None:
         values = _record_values(model, sites, each_input)
         shapes = {site: tuple(v.shape) for site, v in values.items() if isinstance(v, Tensor)}
         stack.shapes = shapes | stack.shapes
-        for key, worst, why in _measure_claims(claims, values, n_input):
-            if worst >= stack.errors.get(key, 0.0):
-                stack.errors[key] = worst
-                failing[key] = f"{why}, above {bound:.0e}" if worst < math.inf else why
+        for number, claim in claims:
+            worst, why = _measure_claim(claim, values)
+            why += f" on input {n_input}" + f", above {bound:.0e}" * (worst < math.inf)
+            keys = [(name, number) for name in claim.names]
+            worse = [key for key in keys if worst >= stack.errors.get(key, 0.0)]
+            stack.errors |= dict.fromkeys(worse, worst)
+            failing |= dict.fromkeys(worse, why)
     for (name, number), worst in stack.errors.items():
         owner = owners[number]
         if worst > bound and name in owner.sites:
@@ -153,15 +154,6 @@ def _record_values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[
         except (AmbiguousError, StructureError):
             values[site] = f"{site} has several values"
     return values
-
-
-def _measure_claims(
-    claims: Sequence[tuple[int, Claim]], values: dict[str, Tensor | str], n_input: int
-) -> Iterator[tuple[tuple[str, int], float, str]]:
-    """Yield each name and layer, the error of an identity that it needs, and a text of it."""
-    for number, each in claims:
-        worst, why = _measure_claim(each, values)
-        yield from (((name, number), worst, f"{why} on input {n_input}") for name in each.names)
 
 
 def _measure_claim(claim: Claim, values: dict[str, Tensor | str]) -> tuple[float, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from hookline.verbs.anatomy.identity_errors import best_rescale_error
+from hookline.verbs.anatomy.identities import best_rescale_error
 from hookline.verbs.anatomy.trace import SCALES, SUMS, Event, ModuleCall, Trace, Value
 
 MATMULS = {

@@ -10,8 +10,8 @@ from typing import final
 from torch import nn
 
 from hookline.engine import unwrap
-from hookline.verbs.anatomy.claimed_names import Names
 from hookline.verbs.anatomy.embeddings_and_head import Head
+from hookline.verbs.anatomy.identities import Names
 from hookline.verbs.anatomy.parts import Layer, is_cross, refuse_several_streams, unclassified_layer
 from hookline.verbs.anatomy.proven_names import ProvenNames
 from hookline.verbs.anatomy.residual_stream import NoStream, block_of

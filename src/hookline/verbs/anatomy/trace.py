@@ -148,7 +148,6 @@ class Trace(TorchFunctionMode):
     Attributes:
         events: the calls of torch's functions, in order.
         calls: the calls of each module, by its path.
-        output: the model's output: each floating tensor, with its leaf.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -227,7 +226,9 @@ class Trace(TorchFunctionMode):
             if value is None:
                 value = self._new_value(tensor)
                 value.maker, value.is_constant = event, is_constant
-                value.like = None if _is_sum_or_scale(event) else _equal_input(value, inputs)
+                # A sum or scale may return what it gets by its numbers alone, such as ones.
+                is_chance = name in SUMS | SCALES and len(event.inputs) > 1
+                value.like = None if is_chance else _equal_input(value, inputs)
                 event.outputs.append(value)
             if any(tensor is target for target in written):
                 self._writers[_memory_id(tensor)] = value
@@ -370,11 +371,6 @@ def _map_parts(function: Any, part: Any) -> Any:
 
 def _memory_id(tensor: Tensor) -> int:
     return storage_address(tensor) or id(tensor)  # a wrapper, as of torchao, has no memory
-
-
-def _is_sum_or_scale(event: Event) -> bool:
-    """Tell whether a call returns what it gets by its numbers alone: ones, or a bias of zeros."""
-    return event.name in SUMS | SCALES and len(event.inputs) > 1
 
 
 def _equal_input(value: Value, inputs: Iterable[Value]) -> Value | None:

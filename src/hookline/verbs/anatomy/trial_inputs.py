@@ -27,7 +27,8 @@ def trial_inputs(model: nn.Module, given: Any = None) -> list[Any]:
     size = _picture_size(model)
     if size is not None:
         return [_random_normal((2, *size), seed) for seed in (0, 1)]
-    words = _token_embedding(model)
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    words = declared_embedding(model) or next(tables, None)
     if words is None:
         raise InputError(
             "hl.anatomy must be given an input: the model has no embedding of tokens."
@@ -72,13 +73,6 @@ def declared_embedding(model: nn.Module) -> nn.Embedding | None:
     except NotImplementedError:  # transformers raises it for a model without embeddings
         words = None
     return words if isinstance(words, nn.Embedding) else None
-
-
-def _token_embedding(model: nn.Module) -> nn.Embedding | None:
-    words = declared_embedding(model)
-    if words is not None:
-        return words
-    return next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
 
 
 def _picture_size(model: nn.Module) -> tuple[int, ...] | None:
