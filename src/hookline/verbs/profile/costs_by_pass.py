@@ -201,11 +201,6 @@ class RanPasses:
             around = sum(float(costs[0, FORWARD]) for _, costs in failed[1:])
             self.failed_seconds = sum(seconds) - around
 
-    @property
-    def n_started(self) -> int:
-        """Return the number of passes."""
-        return self.n_passes + self.n_failed
-
     def costs(self, choice: PassChoice) -> tuple[list[list[Costs]], int]:
         """Return the costs of each thread's contexts for a table, and the number of passes."""
         first = min(map(_NUMBER, itertools.chain(*self._samples)), default=None)

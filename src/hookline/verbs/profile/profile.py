@@ -30,6 +30,7 @@ from hookline.engine.report.why_silent import shared_pass_warning
 from hookline.errors import warn
 from hookline.files.atomic_text import as_path
 from hookline.util.stopwatch import STOPWATCH
+from hookline.verbs.profile.call_layouts import nested_calls, write_trace
 from hookline.verbs.profile.call_tree import (
     BACKWARD,
     CALLS,
@@ -39,10 +40,8 @@ from hookline.verbs.profile.call_tree import (
     RECOMPUTE,
     Context,
 )
-from hookline.verbs.profile.chrome_trace import write_trace
 from hookline.verbs.profile.clocks import clock_for
 from hookline.verbs.profile.costs_by_pass import ContextCosts, PassChoice, RanPasses, medians
-from hookline.verbs.profile.flame_graph import nested_calls
 from hookline.verbs.profile.flops_and_memory import RunCounts, count_flops_and_memory
 from hookline.verbs.profile.rows import Row, interquartile_range, median_phases, rows_of, sum_phases
 from hookline.verbs.profile.run_kinds import RunKinds
@@ -171,7 +170,7 @@ class Profile(FinalizingLine[Line], Result):
         ran = self._ran_passes()
         if note := self._root_call_warning([lane.top.context for lane in self._ledger.lanes], ran):
             warn(note)
-        if not ran.n_started:
+        if not ran.n_passes + ran.n_failed:
             why = "\nRun the forward inside the block: with hl.profile(model): model(x)."
             if self._line.passes.other_contexts:
                 why = (

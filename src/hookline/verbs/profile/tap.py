@@ -32,7 +32,7 @@ from hookline.util.optional_imports import module_if_imported
 from hookline.verbs.profile.call_tree import Context
 from hookline.verbs.profile.clocks import Clock
 from hookline.verbs.profile.run_kinds import RunKinds
-from hookline.verbs.profile.thread_account import Lane
+from hookline.verbs.profile.thread_account import Lane, ModuleCall
 
 
 @final
@@ -87,25 +87,21 @@ class Ledger:
         """Return the lane that is charged in this thread; None if there is none."""
         return self.thread.lane or self._lane_of_backward()
 
-    def activate_lane(self, current: Pass) -> Lane:
-        """Return the lane that a call belongs to, and make it the active one.
-
-        autograd may recompute a checkpointed region in a thread of its own.
-        """
-        lane = self.thread.lane
-        if lane is None or current.recomputation is not None:
+    def enter(self, path: str, frame: FrameType, current: Pass, args: Any, kwargs: Any) -> Lane:
+        """Begin the call of a module, and return its lane."""
+        lane, is_again = self.thread.lane, current.recomputation is not None
+        if lane is None or is_again:  # autograd may recompute in a thread of its own
             lane = self._lane_of_backward() or self.own_lane()
         self.thread.active = lane
-        return lane
-
-    def enter(self, path: str, frame: FrameType, current: Pass, args: Any, kwargs: Any) -> None:
-        """Begin the call of a module."""
-        lane = self.activate_lane(current)
-        is_again = current.recomputation is not None
         call = lane.enter_call(path, frame, number=current.number, is_again=is_again)
         if len(lane.calls) == 1 and not is_again:
             call.run = self.kinds.begin_run(path, args, kwargs)
             lane.windows.current.has_gradients |= call.run.kind.has_gradients
+        return lane
+
+    def find_call(self, frame: FrameType) -> ModuleCall | None:
+        """Return the call with this frame in the lane whose call began last in this thread."""
+        return None if self.thread.active is None else self.thread.active.find_call(frame)
 
     def stop_clocks(self) -> None:
         """Stop all clocks."""
@@ -154,19 +150,17 @@ class ProfileTap(Tap):
         """Stop the clock: the first forward hook, also called when the module raises."""
         if is_dynamo_compiling() or self.passes.closed:
             return
-        lane = self._ledger.thread.active
-        call = None if lane is None else lane.find_call(call_frame(sys._getframe(1)))
-        if lane is not None and call is not None:
-            lane.leave(call)
+        call = self._ledger.find_call(call_frame(sys._getframe(1)))
+        if call is not None:
+            call.account.lane.leave(call)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Let the clock go on: the last forward hook, also called when the module raises."""
         if is_dynamo_compiling() or self.passes.closed:
             return
-        lane = self._ledger.thread.active
-        call = None if lane is None else lane.find_call(call_frame(sys._getframe(1)))
-        if lane is not None and call is not None:
-            lane.finish(call, output)
+        call = self._ledger.find_call(call_frame(sys._getframe(1)))
+        if call is not None:
+            call.account.lane.finish(call, output)
 
     def _recomputed_pass(self, current: Pass) -> Pass:
         return current  # recomputation has a column of its own
@@ -240,18 +234,15 @@ class CompiledRegions:
             return
         local = frame.f_locals
         args, kwargs = local.get("args", ()), local.get("kwargs", {})
-        self._ledger.enter(self._paths[id(module)], frame, current, args, kwargs)
-        lane = self._ledger.thread.active
-        if lane is not None:
-            lane.begin(lane.calls[-1])
+        lane = self._ledger.enter(self._paths[id(module)], frame, current, args, kwargs)
+        lane.begin(lane.calls[-1])
 
     def leave(self, module: nn.Module, frame: FrameType, output: Any) -> None:
         """End the call."""
-        lane = self._ledger.thread.active
-        call = None if lane is None else lane.find_call(frame)
-        if lane is not None and call is not None and not lane.closed:
-            lane.leave(call)
-            lane.finish(call, output)
+        call = self._ledger.find_call(frame)
+        if call is not None and not call.account.lane.closed:
+            call.account.lane.leave(call)
+            call.account.lane.finish(call, output)
 
     def explain(self, error: BaseException) -> None:
         """Say nothing of an error."""

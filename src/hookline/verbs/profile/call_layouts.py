@@ -1,26 +1,28 @@
-"""Write the calls of a profile in Chrome's trace event format, which Perfetto opens.
-
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-"""
+"""Lay out the calls of a profile: as a trace that Perfetto opens, and nested for a flame graph."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hookline.engine import path_text
 from hookline.files.atomic_text import write_text_file
-from hookline.verbs.profile.call_tree import BACKWARD, PHASES, Context
+from hookline.verbs.profile.call_tree import BACKWARD, CALLS, PHASES, Context
+from hookline.verbs.profile.costs_by_pass import ContextCosts
 from hookline.verbs.profile.thread_account import Lane
 
 _MICROSECONDS = 1e6
+_NONE = Context()  # of no calls
 
 
 def write_trace(path: Path, lanes: list[Lane], model_type: str) -> Path:
     """Write a trace; the clock of the trace stands still while hookline works.
+
+    The format is Chrome's trace event format:
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
     Args:
         path: the file.
@@ -90,3 +92,36 @@ def _complete_event(context: Context, phase: str, start: float, end: float) -> d
         "dur": max(end - start, 0.0) * _MICROSECONDS,
         "args": {"phase": phase},
     }
+
+
+def nested_calls(
+    tops: Iterable[Context], measured: ContextCosts, counted: Context
+) -> list[dict[str, Any]]:
+    """Return the calling contexts, each with the costs of its own calls and the contexts inside.
+
+    Args:
+        tops: the tops of the contexts with times, one for each thread.
+        measured: the sums of their costs.
+        counted: the top of the contexts with FLOPs, whose costs count for the first thread that
+            has the context.
+    """
+    nodes: list[dict[str, Any]] = []
+    for top in tops:
+        nodes += _nested(top, counted, measured)
+        counted = _NONE
+    return nodes
+
+
+def _nested(timed: Context, counted: Context, measured: ContextCosts) -> Iterator[dict[str, Any]]:
+    for path in dict.fromkeys((*timed.children, *counted.children)):
+        inner = timed.children.get(path, _NONE)
+        flops = counted.children.get(path, _NONE)
+        costs = [float(cost) for cost in measured.costs_of([inner])[0]]
+        yield {
+            "path": path_text(path),
+            "calls": int(costs[CALLS]),
+            "seconds": costs[: len(PHASES)],
+            "flops": list(flops.flops),
+            "kept": inner.kept,
+            "children": list(_nested(inner, flops, measured)),
+        }
