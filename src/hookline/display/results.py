@@ -7,10 +7,10 @@ the same result always prints the same.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Generic, TypeVar, final
 
 from hookline.display.text import escape_html
 from hookline.display.text_table import Heading, TextTable, total_lines
@@ -26,6 +26,8 @@ from hookline.display.wrapped_text import (
 from hookline.util.optional_imports import require
 
 _MOST_HTML_ROWS = 60
+
+_Row = TypeVar("_Row")
 
 
 @final
@@ -153,7 +155,7 @@ class Result(ABC):
     def _table_rows(self) -> list[dict[str, Any]]:
         """Return the rows, each as a dict of plain values with the same keys."""
         rows: Sequence[Any] = getattr(self, "rows", ())
-        return [asdict(row) for row in rows]
+        return [row.to_dict() if hasattr(row, "to_dict") else asdict(row) for row in rows]
 
     @abstractmethod
     def _printout(self) -> Printout:
@@ -181,6 +183,19 @@ class Result(ABC):
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows; it says what the text says."""
         return self._printout().html()
+
+
+class RowsResult(Result, Generic[_Row]):
+    """A result that is a list of its rows."""
+
+    __slots__ = ()
+    rows: Sequence[_Row]
+
+    def __iter__(self) -> Iterator[_Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 def printout_of(result: Result) -> Printout:

@@ -6,7 +6,6 @@ Norms are computed in at least float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median_high
 from typing import Any, final
@@ -14,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.display.results import Printout, Result
+from hookline.display.results import Printout, RowsResult
 from hookline.display.text import listed
 from hookline.display.text_table import Heading
 from hookline.engine import Report, has_numbers, normalize_root
@@ -62,11 +61,11 @@ class GradientRow:
 
 
 @final
-class GradientFlow(Result):
+class GradientFlow(RowsResult[GradientRow]):
     """A table of gradients in registration order: print it, or iterate over its rows."""
 
     def __init__(self, rows: tuple[GradientRow, ...]) -> None:
-        self.rows = rows
+        self.rows: tuple[GradientRow, ...] = rows
 
     @property
     def dead(self) -> list[str]:
@@ -77,12 +76,6 @@ class GradientFlow(Result):
     def exploding(self) -> list[str]:
         """The sites whose gradients are not finite or much too large."""
         return [row.site for row in self.rows if row.state == "exploding"]
-
-    def __iter__(self) -> Iterator[GradientRow]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, site: str) -> GradientRow:
         for row in self.rows:

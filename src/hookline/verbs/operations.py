@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
 from torch import nn
 
-from hookline.display.results import Printout, Result
+from hookline.display.results import Printout, RowsResult
 from hookline.display.text import plural
 from hookline.display.text_table import Heading
 from hookline.engine import (
@@ -55,7 +54,7 @@ class OperationRow:
 
 @final
 @dataclass(frozen=True, repr=False)
-class Operations(Result):
+class Operations(RowsResult[OperationRow]):
     """The functions of torch that a module itself calls, in order. Print them, or iterate.
 
         >>> class Gate(nn.Module):
@@ -78,12 +77,6 @@ class Operations(Result):
     rows: tuple[OperationRow, ...]
     parts: tuple[str, ...] = ()
     _row_type: ClassVar[type] = OperationRow
-
-    def __iter__(self) -> Iterator[OperationRow]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the path, the type, the calls as `operations`, and the parts of the attention."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, Literal, final
 
-from hookline.display.results import Printout, Result
+from hookline.display.results import Printout, RowsResult
 from hookline.display.text import plural
 from hookline.display.text_table import Heading
 from hookline.engine import normalize_root
@@ -76,7 +76,7 @@ class ComparedSite:
 
 @final
 @dataclass(repr=False)
-class Comparison(Result):
+class Comparison(RowsResult[ComparedSite]):
     """The sites of two runs with a verdict each, in firing order: what `hl.compare` returns.
 
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -124,12 +124,6 @@ class Comparison(Result):
     def ok(self) -> bool:
         """True if every pair of values was compared, and none differs beyond noise."""
         return all(row.verdict in QUIET for row in self.rows)
-
-    def __iter__(self) -> Iterator[ComparedSite]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, site: str) -> ComparedSite:
         wanted = normalize_root(site)

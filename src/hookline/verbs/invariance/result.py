@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, final
 
-from hookline.display.results import Printout, Result
+from hookline.display.results import Printout, RowsResult
 from hookline.display.text import listed, plural
 from hookline.display.text_table import Heading
 from hookline.engine import path_text
@@ -55,7 +54,7 @@ class Checked:
 
 @final
 @dataclass(repr=False)
-class Invariance(Result):
+class Invariance(RowsResult[Checked]):
     """The checks of a model, with an outcome each: what `hl.invariance` returns.
 
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
@@ -80,12 +79,6 @@ class Invariance(Result):
         outcomes = {row.outcome for row in self.rows}
         return not outcomes & {"differs", "fails"} and outcomes != {"not applicable"}
 
-    def __iter__(self) -> Iterator[Checked]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def __getitem__(self, check: str) -> Checked:
         row = next((row for row in self.rows if row.check == check), None)
         if row is not None:
@@ -103,9 +96,6 @@ class Invariance(Result):
             "findings": [finding.to_dict() for finding in self.findings],
             "rows": self._table_rows(),
         }
-
-    def _table_rows(self) -> list[dict[str, Any]]:
-        return [row.to_dict() for row in self.rows]
 
     def _printout(self) -> Printout:
         made = [row for row in self.rows if row.outcome != "not applicable"]

@@ -145,9 +145,6 @@ class ProfileTable(Result):
             "rows": self._table_rows(),
         }
 
-    def _table_rows(self) -> list[dict[str, Any]]:
-        return [row.to_dict() for row in self.rows]
-
     def _printout(self) -> Printout:
         return Printout(
             headings=_HEADINGS,
