@@ -16,7 +16,7 @@ from hookline.errors import StructureError
 from hookline.verbs.anatomy.identities import Names, best_rescale_error, error, error_up_to_rescale
 from hookline.verbs.anatomy.parts import Layer, site_of, stream_site
 from hookline.verbs.anatomy.residual_stream import MATMULS, event_index, walk_back
-from hookline.verbs.anatomy.trace import SUMS, Event, Trace, Value, replay_tokens
+from hookline.verbs.anatomy.trace import SUMS, Event, Trace, Value, kind_of, replay_tokens
 from hookline.verbs.anatomy.trial_inputs import declared_embedding
 
 # -- before the blocks ----------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def _embedding_output(stream: Value) -> Value:
     returned = (
         value
         for value in values
-        if any(place.kind == "output" and place.path == path for place in value.places)
+        if any(kind_of(place) == "output" and place.path == path for place in value.places)
     )
     return next(returned, values[-1])
 
@@ -360,7 +360,7 @@ def _name_final_norm(trace: Trace, last: Layer, head: Head, product: Event, name
     value = product.varying[0]
     while value.origin is not head.start.origin:
         places = [place for each in value.equal_values() for place in each.places]
-        is_of_module = any(place.kind == "output" for place in places)
+        is_of_module = any(kind_of(place) == "output" for place in places)
         event = value.origin.maker
         if is_of_module or event is None or len(event.varying) != 1:
             break

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from hookline.engine import Site
 from hookline.verbs.anatomy.identities import Names, error, error_up_to_rescale
 from hookline.verbs.anatomy.residual_stream import (
     MATMULS,
@@ -19,7 +20,7 @@ from hookline.verbs.anatomy.residual_stream import (
     on_every_path,
     walk_back,
 )
-from hookline.verbs.anatomy.trace import Event, Place, Trace, Value
+from hookline.verbs.anatomy.trace import Event, Trace, Value, kind_of
 
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -168,16 +169,16 @@ def site_of(trace: Trace, value: Value, inside: str, *, is_innermost: bool = Fal
     sign = -1 if is_innermost else 1
     places = [place for each in value.equal_values()[::sign] for place in each.places]
     for kind in ("output", "operation"):
-        fitting = [place for place in places if place.kind == kind and _is_in(place, inside)]
+        fitting = [place for place in places if kind_of(place) == kind and _is_in(place, inside)]
         if fitting:
             return trace.site_text(min(fitting, key=lambda place: sign * place.path.count(".")))
     return None
 
 
-def _is_in(place: Place, inside: str) -> bool:
+def _is_in(place: Site, inside: str) -> bool:
     path = place.path.partition("@")[0]
     if path == inside:
-        return place.kind == "operation"
+        return kind_of(place) == "operation"
     return path.startswith(f"{inside}." if inside else "")
 
 
@@ -188,12 +189,12 @@ def input_site(trace: Trace, value: Value, inside: str, events: Sequence[Event])
         place
         for each in value.equal_values()
         for place in each.places
-        if place.kind == "input" and place.path.startswith(f"{inside}.")
+        if place.port == "input" and place.path.startswith(f"{inside}.")
         and any(f"{path}.".startswith(f"{place.path}.") for path in paths)
     ]  # fmt: skip
     if not places:
         return site_of(trace, value, inside)
-    return trace.site_text(min(places, key=lambda place: (place.path.count("."), place.number)))
+    return trace.site_text(min(places, key=lambda place: (place.path.count("."), place.call or 0)))
 
 
 def stream_site(trace: Trace, value: Value, block: Block) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -33,22 +33,9 @@ SUMS = {"add", "add_", "iadd", "radd"}
 SCALES = {"mul", "mul_", "imul", "rmul", "div", "div_", "idiv", "true_divide", "rdiv"}
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A site where a value is seen: the output of an operation, or a port of a module.
-
-    Attributes:
-        kind: "operation", "output" or "input".
-        path: the path of the module, and of the operation.
-        leaf: the part of the value at the site.
-        number: the number of the call.
-    """
-
-    kind: str
-    path: str
-    leaf: tree.Leaf
-    number: int
+def kind_of(place: Site) -> str:
+    """Return "operation" for the output of a function of torch, or else the port of a module."""
+    return "operation" if "@" in place.path else place.port
 
 
 @final
@@ -62,7 +49,7 @@ class Value:
         is_constant: whether the value is the same for every input, such as a weight.
         weight: where a weight is found: its module and its name; None for other values.
         like: an earlier value of the same numbers in the same order, such as the input of a view.
-        places: the sites where the value is seen.
+        places: the sites where the value is seen, each with the number of the call.
     """
 
     tensor: Tensor
@@ -70,7 +57,7 @@ class Value:
     is_constant: bool = False
     weight: tuple[nn.Module, str] | None = None
     like: Value | None = None
-    places: list[Place] = field(default_factory=list)
+    places: list[Site] = field(default_factory=list)
 
     @property
     def origin(self) -> Value:
@@ -158,7 +145,7 @@ class Trace(TorchFunctionMode):
         self._values: dict[tuple[int, int | None], Value] = {}
         self._alive: list[Tensor] = []
         self._writers: dict[int, Value] = {}
-        self._n_calls: Counter[tuple[str, str]] = Counter()
+        self._n_calls: Counter[str] = Counter()  # by the path of an operation
         self._weights = {
             id(tensor): (module, name)
             for module in model.modules()
@@ -216,8 +203,9 @@ class Trace(TorchFunctionMode):
         name = name_of(func)
         event = Event(len(self.events), path, name, list(dict.fromkeys(inputs)))
         self.events.append(event)
-        number = self._n_calls[path, name]
-        self._n_calls[path, name] += 1
+        operation = f"{path}@{name}"
+        number = self._n_calls[operation]
+        self._n_calls[operation] += 1
         is_constant = all(value.is_constant for value in inputs)
         targets = {id(tensor): (leaf, tensor) for leaf, tensor in made}
         targets.update({id(t): ((), t) for t in written if id(t) not in targets})
@@ -233,7 +221,7 @@ class Trace(TorchFunctionMode):
             if any(tensor is target for target in written):
                 self._writers[_memory_id(tensor)] = value
             if name in self._names and not value.is_constant:
-                value.places.append(Place("operation", f"{path}@{name}", leaf, number))
+                value.places.append(Site(operation, "output", leaf, number))
         return event
 
     # -- calls of modules -------------------------------------------------------------------------
@@ -277,7 +265,7 @@ class Trace(TorchFunctionMode):
         for leaf, tensor in tree.tensors(values):
             if not is_wrapped(tensor):
                 value = self.value(tensor)
-                value.places.append(Place(site.port, site.path, leaf, number))
+                value.places.append(Site(site.path, site.port, leaf, number))
                 yield leaf, value
 
     def sites(self, value: Value, kind: str, path: str | None = None) -> list[str]:
@@ -285,7 +273,7 @@ class Trace(TorchFunctionMode):
         return [
             self.site_text(place)
             for place in value.places
-            if place.kind == kind and path in (None, place.path)
+            if kind_of(place) == kind and path in (None, place.path)
         ]
 
     def tensor_by_site(self) -> dict[str, Tensor]:
@@ -296,14 +284,10 @@ class Trace(TorchFunctionMode):
             for place in value.places
         }
 
-    def site_text(self, place: Place) -> str:
+    def site_text(self, place: Site) -> str:
         """Return the text of a site; the number of the call only where there are several."""
-        path, _, name = place.path.rpartition("@")
-        is_operation = place.kind == "operation"
-        n_calls = self._n_calls[path, name] if is_operation else len(self.calls[place.path])
-        port = "input" if place.kind == "input" else "output"
-        number = place.number if n_calls > 1 else None
-        return str(Site(place.path, port, place.leaf, number))
+        n_calls = self._n_calls[place.path] or len(self.calls[place.path])
+        return str(place if n_calls > 1 else replace(place, call=None))
 
 
 def replay(events: Iterable[Event], tensor_by_id: dict[int, Tensor], wanted: Value) -> Tensor:
