@@ -200,13 +200,6 @@ def profile_steps(
 
     If the model raises, the profile holds what ran, and its `failure` names the module.
 
-    Args:
-        model: the model.
-        batch: the input.
-        steps: the number of passes.
-        backward: whether a backward follows each forward.
-        progress: told of each pass.
-
     Raises:
         HooklineError: no output has a gradient.
     """

@@ -103,14 +103,7 @@ def print_result(result: Result | Printout, *, failure: bool = True) -> None:
 def print_result_or_json(
     result: Result, as_json: bool, batch: Batch | None = None, *, failure: bool = True
 ) -> None:
-    """Print a result, or it alone as JSON, which begins with the input that it is of.
-
-    Args:
-        result: the result.
-        as_json: whether to print JSON.
-        batch: the input; None leaves it out.
-        failure: as in `print_result`.
-    """
+    """Print a result, or it alone as JSON, which begins with the input that it is of."""
     if as_json:
         about = {} if batch is None else {"input": batch.description}
         print_json(about | result.to_dict())

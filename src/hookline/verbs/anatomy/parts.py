@@ -158,14 +158,7 @@ def side_inputs(part: Part, block: Block) -> list[Value]:
 
 
 def site_of(trace: Trace, value: Value, inside: str, *, is_innermost: bool = False) -> str | None:
-    """Return the best site of a value inside a module: of the outermost module that returns it.
-
-    Args:
-        trace: the trace.
-        value: the value.
-        inside: the path of the module.
-        is_innermost: whether the innermost module is best.
-    """
+    """Return the best site of a value inside a module: of the outermost module that returns it."""
     sign = -1 if is_innermost else 1
     places = [place for each in value.equal_values()[::sign] for place in each.places]
     for kind in ("output", "operation"):

@@ -23,9 +23,6 @@ _MOST_NAMED = 4
 class SplitPair:
     """A pair of values, of which at least one is of ranks that could not be joined.
 
-    Args:
-        values: the two values.
-
     Attributes:
         first: the first value that could not be joined.
     """

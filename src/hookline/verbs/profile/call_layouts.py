@@ -23,11 +23,6 @@ def write_trace(path: Path, lanes: list[Lane], model_type: str) -> Path:
 
     The format is Chrome's trace event format:
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-
-    Args:
-        path: the file.
-        lanes: the calls of each thread.
-        model_type: the class of the model.
     """
     pid = os.getpid()
     events: list[dict[str, Any]] = [_metadata("process_name", pid, 0, f"hl.profile: {model_type}")]

@@ -176,9 +176,6 @@ class PassChoice(Enum):
 class RanPasses:
     """Hold the passes of all threads.
 
-    Args:
-        threads: the windows of each thread.
-
     Attributes:
         n_passes: the number of passes that did not fail.
         n_failed: the number of passes whose forward raised.

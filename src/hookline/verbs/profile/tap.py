@@ -52,10 +52,6 @@ class _ThreadLanes(threading.local):
 class Ledger:
     """Hold what the hooks of a profile share.
 
-    Args:
-        kinds: the kinds of runs.
-        make_clock: returns the clock of a thread.
-
     Attributes:
         lanes: the lanes of all threads.
         ended: whether the clocks have stopped for good.
@@ -254,9 +250,6 @@ class GarbageHooks:
 
     Python calls the object before and after each collection, in any thread. It does not keep the
     ledger alive, and goes at the first collection without it.
-
-    Args:
-        ledger: the ledger.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -287,13 +280,7 @@ class GarbageHooks:
 
 
 def optimizer_steps(ledger: Ledger, passes: Passes, parameters: set[int]) -> OptimizerSteps:
-    """Return hooks that charge the steps of the optimizers that hold a parameter of the model.
-
-    Args:
-        ledger: the ledger.
-        passes: the passes of the line.
-        parameters: the ids of the model's parameters.
-    """
+    """Return hooks that charge the steps of the optimizers that hold a parameter of the model."""
 
     def is_mine(optimizer: Optimizer) -> bool:
         if is_dynamo_compiling() or not passes.is_here():

@@ -45,11 +45,6 @@ class _Asked(NamedTuple):
 class Changing:
     """Hooks at the sites of changes, which change what one forward is asked to.
 
-    Args:
-        modules: the model's modules.
-        sites: the sites of all changes.
-        inputs: the inputs.
-
     Attributes:
         is_hooked: whether the model had hooks before.
         known: the value at each site in the unchanged run; of several calls, that of the first.

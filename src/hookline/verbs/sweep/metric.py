@@ -47,11 +47,6 @@ def metric_number(metric: Metric, output: Any) -> float:
 def refuse_constant(metric: Metric, output: Any, number: float) -> None:
     """Refuse a metric that gives the same number for other outputs.
 
-    Args:
-        metric: the metric.
-        output: the output of the unchanged run.
-        number: the metric of this output.
-
     Raises:
         InputError: the metric is the same for the negated and for the reversed output, whose sizes
             are those of the output; or the output is empty.

@@ -84,13 +84,7 @@ def _displacement(start: Tensor, end: Tensor) -> Tensor:
 
 @final
 class PathGradients:
-    """Runs of a model on the way from its inputs to another run.
-
-    Args:
-        model: the model.
-        inputs: the inputs.
-        metric: the metric.
-    """
+    """Runs of a model on the way from its inputs to another run."""
 
     def __init__(self, model: nn.Module, inputs: Any, metric: Metric) -> None:
         self._model, self._inputs, self._metric = model, inputs, metric
