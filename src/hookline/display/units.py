@@ -31,9 +31,6 @@ def size(n_bytes: float) -> str:
 
     Args:
         n_bytes: the amount in bytes, at least 0.
-
-    Returns:
-        The text.
     """
     return _format_scaled(n_bytes, 1024, _BYTE_UNITS)
 

@@ -24,11 +24,6 @@ def prefetch_pairs(pairs: Sequence[Pair], a: Side, b: Side) -> Iterator[tuple[Pa
 
     While a large pair from two folders is used, a thread reads the next one. From time to time,
     files are closed.
-
-    Args:
-        pairs: the pairs.
-        a: the side of the first entry of each.
-        b: the side of the second.
     """
     may_read_ahead = a.lies_in_folder and b.lies_in_folder
     reading: Future[Values | None] | None = None

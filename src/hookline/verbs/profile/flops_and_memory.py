@@ -62,9 +62,6 @@ class RunCounts(NamedTuple):
         """Return the first module that was called another number of times than was counted.
 
         Its code depends on more than the shapes of the inputs, or raised in some run.
-
-        Args:
-            calls: the numbers of calls, by path.
         """
         first, all_calls = Counter[str | None](), Counter[str | None]()
         for context in self.top.walk():

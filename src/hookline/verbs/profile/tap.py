@@ -190,13 +190,7 @@ class ShardedTap(Tap):
 
 @final
 class CompiledRegions:
-    """Charge the calls of compiled modules, whose inner modules are no rows of their own.
-
-    Args:
-        ledger: the ledger.
-        passes: the passes of the line.
-        paths: the paths of the model's modules, by their id.
-    """
+    """Charge the calls of compiled modules, whose inner modules are no rows of their own."""
 
     def __init__(self, ledger: Ledger, passes: Passes, paths: dict[int, str]) -> None:
         self._ledger = ledger

@@ -118,11 +118,6 @@ class _Borders(threading.local):
 class Lane:
     """The calls of one thread, its clock, and the account that is charged.
 
-    Args:
-        clock: the clock.
-        top: the context of the code around the model.
-        keep_events: whether events are kept for a trace.
-
     Attributes:
         account: the account that is charged at present.
         calls: the calls under way, outermost first.

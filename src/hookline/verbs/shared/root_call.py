@@ -20,12 +20,7 @@ class RootCall(NamedTuple):
 
 
 def root_call(frame: FrameType, root: nn.Module) -> RootCall | None:
-    """Return the call of the root in this frame; None if a module around the root was called.
-
-    Args:
-        frame: the frame in which the pass begins.
-        root: the line's model.
-    """
+    """Return the call of the root in this frame; None if a module around the root was called."""
     local = frame.f_locals
     owner = local[frame.f_code.co_varnames[0]]
     owner = owner() if isinstance(owner, weakref.ref) else owner

@@ -184,13 +184,7 @@ def _midpoints(steps: int) -> list[float]:
 def _integrate(
     start: PathPoint, ends: Mapping[str, Tensor], points: Iterable[PathPoint]
 ) -> dict[str, Integral]:
-    """Integrate over the points of a path.
-
-    Args:
-        start: its beginning.
-        ends: the value of each site at its end.
-        points: the points between.
-    """
+    """Integrate over the points of a path from its start to the values of the sites at its end."""
     integrals = {site: Integral(start.values[site], end) for site, end in ends.items()}
     for point in points:
         for site, integral in integrals.items():
