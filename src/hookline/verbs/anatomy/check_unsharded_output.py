@@ -49,7 +49,7 @@ def check_same_output(model: nn.Module, inputs: Any, split_out: dict[tree.Leaf, 
     Args:
         model: the model, which has whole weights now.
         inputs: the input.
-        split: the output that the model had with weights that tensor parallelism splits.
+        split_out: the output that the model had with weights that tensor parallelism splits.
 
     Raises:
         AttachError: the model fails, or has another output.

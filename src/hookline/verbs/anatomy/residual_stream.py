@@ -231,7 +231,7 @@ def walk_back(value: Value, stop_ids: Iterable[int], begin: int) -> tuple[list[E
 
     Args:
         value: the value.
-        stop: the ids of values where the search stops.
+        stop_ids: the ids of values where the search stops.
         begin: the number of the event before which no event counts.
     """
     ends = set(stop_ids)

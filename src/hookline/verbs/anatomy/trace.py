@@ -295,7 +295,7 @@ def replay(events: Iterable[Event], tensor_by_id: dict[int, Tensor], wanted: Val
 
     Args:
         events: the calls that lead to the value, in order.
-        given: the other numbers, by the ids of the values that they stand for.
+        tensor_by_id: the other numbers, by the ids of the values that they stand for.
         wanted: the value.
     """
     numbers = dict(tensor_by_id)
@@ -329,7 +329,7 @@ def replay_tokens(
         events: the calls that lead to the value, in order.
         given: the values, each with other numbers.
         wanted: the value.
-        weights: numbers in place of those of the run, by the ids of the values.
+        weight_by_id: numbers in place of those of the run, by the ids of the values.
     """
     places, shape = given[0][0].tensor.shape[:-1], given[0][1].shape[:-1]
     rows = [(value, numbers.flatten(0, -2)) for value, numbers in given]

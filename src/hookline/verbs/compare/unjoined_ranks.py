@@ -97,7 +97,7 @@ def compare_by_rank(
 
     Args:
         parts: the pair of values.
-        judged: returns the row of each pair of tensors in two values.
+        judge: returns the row of each pair of tensors in two values.
         row: what is returned if the values cannot be compared, without the reason.
 
     Returns:
