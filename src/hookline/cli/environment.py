@@ -33,7 +33,8 @@ class Environment(Result):
     def __init__(self) -> None:
         packages = {name: _installed_version(name) for name in _PACKAGES}
         self.versions: dict[str, str] = versions_here() | {k: v for k, v in packages.items() if v}
-        self.devices: list[str] = ["cpu", *_gpu_names()]
+        n_gpus, name_of = torch.cuda.device_count(), torch.cuda.get_device_name
+        self.devices: list[str] = ["cpu", *(f"cuda:{k} ({name_of(k)})" for k in range(n_gpus))]
         self.extras: dict[str, bool] = _installed_extras()
 
     def _printout(self) -> Printout:
@@ -54,11 +55,6 @@ class Environment(Result):
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
         return {"versions": self.versions, "devices": self.devices, "extras": self.extras}
-
-
-def _gpu_names() -> list[str]:
-    names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
-    return [f"cuda:{k} ({name})" for k, name in enumerate(names)]
 
 
 def _installed_extras() -> dict[str, bool]:

@@ -180,17 +180,16 @@ def diagnose(
 
 def _translate_remedies(diagnosis: Diagnosis) -> Diagnosis:
     """Write the remedies of a diagnosis with commands in place of calls of Python."""
-    failure = diagnosis.failure
+
+    def translated(advice: _Advice) -> _Advice:
+        return replace(advice, remedy=python_to_commands(advice.remedy))
+
     return replace(
         diagnosis,
-        sites=tuple(_translate_remedy(verdict) for verdict in diagnosis.sites),
-        notes=tuple(_translate_remedy(note) for note in diagnosis.notes),
-        failure=None if failure is None else _translate_remedy(failure),
+        sites=tuple(map(translated, diagnosis.sites)),
+        notes=tuple(map(translated, diagnosis.notes)),
+        failure=None if diagnosis.failure is None else translated(diagnosis.failure),
     )
-
-
-def _translate_remedy(advice: _Advice) -> _Advice:
-    return replace(advice, remedy=python_to_commands(advice.remedy))
 
 
 def profile_steps(

@@ -59,15 +59,12 @@ def python_to_commands(text: str) -> str:
 
 
 def _command_text(call: re.Match[str]) -> str:
-    words = [_argument_text(word) for word in call[2].split(", ") if word]
+    given = [word for word in call[2].split(", ") if word]
+    words = [_ARGUMENTS.get(word) or shlex.quote(word.strip("'\"")) for word in given]
     command = "hooks" if call[1] == "inventory" else call[1]
     if call[1] == "doctor" and len(words) > 2:
         words.insert(2, "--at")
     return " ".join(["hookline", command, *words])
-
-
-def _argument_text(word: str) -> str:
-    return _ARGUMENTS.get(word) or shlex.quote(word.strip("'\""))
 
 
 def _option_text(argument: re.Match[str]) -> str:

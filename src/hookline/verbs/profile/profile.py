@@ -117,7 +117,8 @@ class Profile(FinalizingLine[Line], Result):
         """Attach the hooks."""
         line, ledger, model = self._line, self._ledger, self._model
         assert model is not None
-        inside = _inside_compiled(model)
+        compiled = [module for module in model.modules() if is_compiled(module)]
+        inside = {id(inner) for module in compiled for inner in module.modules()}
         outside = [node for node in line.nodes if id(node.module) not in inside]
         tapped = [node for node in outside if not is_scripted(node.module)]
         self._tapped = {node.path for node in tapped}
@@ -477,12 +478,6 @@ def _device_of(model: nn.Module) -> torch.device:
     """Return the device on which most of a model's parameters are."""
     devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
     return max(set(devices), key=devices.count, default=torch.device("cpu"))
-
-
-def _inside_compiled(model: nn.Module) -> set[int]:
-    """Return the ids of the modules that run inside compiled code."""
-    compiled = [module for module in model.modules() if is_compiled(module)]
-    return {id(inner) for module in compiled for inner in module.modules()}
 
 
 def _added_modules(model: nn.Module, nodes: Sequence[ModuleNode]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from bisect import bisect_right
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, final
@@ -77,6 +78,7 @@ class Account:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class ModuleCall:
     """A call of a module that is under way.
 
@@ -91,15 +93,12 @@ class ModuleCall:
         run: the kind of the run, for an outermost call.
     """
 
-    __slots__ = ("account", "before", "began", "key", "lowest", "run")
-
-    def __init__(self, key: int, account: Account, before: Account, lowest: int) -> None:
-        self.key: int = key
-        self.account: Account = account
-        self.before: Account = before
-        self.lowest: int = lowest
-        self.began: Any = None
-        self.run: Run | None = None
+    key: int
+    account: Account
+    before: Account
+    lowest: int
+    began: Any = None
+    run: Run | None = None
 
 
 class _Borders(threading.local):

@@ -32,7 +32,7 @@ class FailingModule(NamedTuple):
     path: str  # the module's path
     module_type: str  # the name of its class; "operation"
     arguments: str  # its arguments, with dtypes and devices if the exception is about these
-    parameters: str = ""  # theirs, if the exception is about these
+    parameters: str = ""  # theirs, `float32 on cpu`, if the exception is about these
 
     def __str__(self) -> str:
         kinds = f" and has parameters of {self.parameters}" if self.parameters else ""
@@ -65,8 +65,8 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
         arguments = partial(_arguments_text, local, in_full=is_about_kinds)
         if id(module) in paths:
             host, kind = paths[id(module)], type(module).__name__
-            kinds = _parameter_kinds_text(module) if is_about_kinds else ""
-            innermost = FailingModule(host, kind, arguments(), kinds)
+            kinds = dict.fromkeys(map(describe.kind, module.parameters() if is_about_kinds else ()))
+            innermost = FailingModule(host, kind, arguments(), listed(kinds, _MOST_KINDS))
         elif isinstance(module, Operation) and innermost is not None:
             innermost = FailingModule(f"{host}@{module.name}", "operation", arguments())
     return innermost
@@ -105,9 +105,3 @@ def _arguments_text(local: dict[str, Any], *, in_full: bool) -> str:
     parts = [text_of(value) for value in local.get("args", ())]
     parts += [f"{key}={text_of(value)}" for key, value in local.get("kwargs", {}).items()]
     return ", ".join(parts) or "nothing"
-
-
-def _parameter_kinds_text(module: nn.Module) -> str:
-    """List the dtypes and devices of a module's parameters: `float32 on cpu`."""
-    kinds = list(dict.fromkeys(map(describe.kind, module.parameters())))
-    return listed(kinds, _MOST_KINDS)
