@@ -216,16 +216,12 @@ def _blend(pixels: Pixels, map_HW: Tensor, alpha: float) -> Pixels:
     height, width = pixels.shape[:2]
     whole = map_HW.detach().float().cpu()[None, None]
     values = interpolate(whole, (height, width), mode="bilinear", align_corners=False)[0, 0].numpy()
-    colours = _inferno_colours(values.astype(np.float64))
+    places = np.linspace(0, 1, len(_ANCHORS))
+    colours = np.stack([np.interp(values, places, anchors) for anchors in _ANCHORS.T], axis=-1)
     # The weights of red, green and blue are those of BT.601, which pillow uses for grey.
     grey = (pixels.astype(np.float64) @ np.array([0.299, 0.587, 0.114]))[:, :, None]
     blended: Pixels = np.round((1 - alpha) * grey + alpha * colours).astype(np.uint8)
     return blended
-
-
-def _inferno_colours(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    places = np.linspace(0, 1, len(_ANCHORS))
-    return np.stack([np.interp(values, places, _ANCHORS[:, k]) for k in range(3)], axis=-1)
 
 
 def _contrast_stretched(image: Tensor) -> Pixels:

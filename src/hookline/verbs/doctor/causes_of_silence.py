@@ -11,10 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch import nn
 
 from hookline.display.text import torch_name
-from hookline.engine import NO_BACKWARD, ModuleNode, OperationNode, ParameterNode, Site, path_text
+from hookline.engine import (
+    NO_BACKWARD,
+    ModuleNode,
+    OperationNode,
+    ParameterNode,
+    Site,
+    has_forward,
+    path_text,
+)
 from hookline.engine.report.why_silent import (
     RAISED,
     UNKNOWN,
@@ -186,7 +193,7 @@ def _not_reached(site: Site, node: Any, facts: Facts) -> Why | None:
         return None
     highest, caller, above = node, node, node.parent
     while above is not None:
-        if _is_callable(above):
+        if has_forward(above.module):
             if id(above.module) in ran:
                 caller = above
                 break
@@ -206,11 +213,6 @@ def _not_reached(site: Site, node: Any, facts: Facts) -> Why | None:
         f"not reached: {path_text(caller.path)} ran and did not call it",
         "give inputs that take the branch that calls it, if anything still uses it",
     )
-
-
-def _is_callable(node: ModuleNode) -> bool:
-    """Tell whether a module can be called, unlike a container such as `ModuleList`."""
-    return type(node.module).forward is not nn.Module.forward
 
 
 def _where_used(use: Use) -> str:

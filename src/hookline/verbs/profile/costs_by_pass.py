@@ -246,7 +246,7 @@ class ContextCosts:
         sizes = [sum(1 for _ in top.walk()) for top in tops]
         # One matrix for each thread: passes, contexts, slots.
         self._costs = [
-            numpy.stack([_padded(matrix, size) for matrix in passes])
+            numpy.stack([_add_up([_zeros(size), matrix]) for matrix in passes])
             for size, passes in zip(sizes, costs, strict=True)
             if passes
         ]
@@ -266,7 +266,3 @@ class ContextCosts:
         if not parts:
             return _zeros(1)
         return sum(parts[1:], parts[0]) if self.adds else numpy.concatenate(parts)
-
-
-def _padded(costs: Costs, size: int) -> Costs:
-    return numpy.concatenate([costs, _zeros(size - len(costs))]) if len(costs) < size else costs

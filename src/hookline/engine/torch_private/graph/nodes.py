@@ -57,7 +57,7 @@ def nodes_below(roots: Iterable[Any], lowest_number: int) -> tuple[list[tuple[in
     """
     numbered: list[tuple[int, Any]] = []
     before: tuple[int, Any] = (-1, None)
-    for node in nodes_from(roots, lambda node: bool(node._sequence_nr() < lowest_number)):
+    for node in nodes_from(roots, lambda node: node._sequence_nr() < lowest_number):
         number = node._sequence_nr()
         if lowest_number <= number < _ACCUMULATES:
             numbered.append((number, node))
