@@ -33,34 +33,22 @@ _Row = TypeVar("_Row")
 @final
 @dataclass(frozen=True, slots=True)
 class Printout:
-    """The description of a result, from which its text and its HTML are made.
+    """The description of a result, from which its text and its HTML are made."""
 
-    Args:
-        title: the first words of the line above the table, in bold.
-        head: the rest of this line.
-        headings: the columns. Those without any text are left out, except the first.
-        rows: the cells, row by row.
-        totals: pairs of a label and a text, below the table.
-        failure: the lines about the exception that ended the run, below the totals.
-        notes: texts below all others.
-        quiet: the indices of rows that are dimmed in a terminal.
-        n_rows: the number of rows that exist; None if `rows` has all of them.
-        most_lines: the most rows of the text; None prints all.
-        more: the name of the rows, and the attribute that has all of them.
-        is_compact: whether the text has no blank lines and no rule, as for a short `repr`.
-    """
-
-    title: str = ""
-    head: str = ""
+    title: str = ""  # the first words of the line above the table, in bold
+    head: str = ""  # the rest of this line
+    # The columns. Those without any text are left out, except the first.
     headings: Sequence[Heading] = ()
-    rows: Sequence[Sequence[Cell]] = ()
-    totals: Sequence[tuple[str, Cell]] = ()
+    rows: Sequence[Sequence[Cell]] = ()  # the cells, row by row
+    totals: Sequence[tuple[str, Cell]] = ()  # pairs of a label and a text, below the table
+    # The lines about the exception that ended the run, below the totals.
     failure: Sequence[str] = ()
-    notes: Sequence[Cell] = ()
-    quiet: Collection[int] = ()
-    n_rows: int | None = None
-    most_lines: int | None = None
-    more: str = "rows"
+    notes: Sequence[Cell] = ()  # texts below all others
+    quiet: Collection[int] = ()  # the indices of rows that are dimmed in a terminal
+    n_rows: int | None = None  # the number of rows that exist; None if `rows` has all of them
+    most_lines: int | None = None  # the most rows of the text; None prints all
+    more: str = "rows"  # the name of the rows, and the attribute that has all of them
+    # Whether the text has no blank lines and no rule, as for a short `repr`.
     is_compact: bool = False
 
     def text(self, width: int | None = None) -> str:

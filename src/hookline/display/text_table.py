@@ -25,19 +25,15 @@ _GAP = "  "
 @final
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The heading of a column, and how its cells are laid out.
+    """The heading of a column, and how its cells are laid out."""
 
-    Args:
-        name: the text in the header.
-        kind: a "number" stands on the right. A "path" is never cut. A
-            "structure", such as a shape, is wrapped between its parts, and "prose" between words;
-            where there is no room beside the others, prose stands below the row.
-        gives_way: the order in which columns are left out where there is no room for all; 1 goes
-            first, columns of one number go together, named by the first of them, and 0 stays.
-    """
-
-    name: str
+    name: str  # the text in the header
+    # A "number" stands on the right. A "path" is never cut. A "structure", such as a shape, is
+    # wrapped between its parts, and "prose" between words; where there is no room beside the
+    # others, prose stands below the row.
     kind: Literal["text", "number", "path", "structure", "prose"] = "text"
+    # The order in which columns are left out where there is no room for all; 1 goes first, columns
+    # of one number go together, named by the first of them, and 0 stays.
     gives_way: int = 0
 
 

@@ -216,19 +216,12 @@ def _embedding_sum_error(tables: list[Tensor], stream: Tensor, *terms: Tensor) -
 @final
 @dataclass(eq=False, slots=True)
 class Head:
-    """Hold the steps from the last stream to the logits: norm, product, scale and cap.
+    """Hold the steps from the last stream to the logits: norm, product, scale and cap."""
 
-    Attributes:
-        events: the calls, in order; also those that make something of weights alone.
-        start: the last stream.
-        logits: what they make of it.
-        is_transposed: whether the logits have rows and tokens in the other order.
-    """
-
-    events: list[Event]
-    start: Value
-    logits: Value
-    is_transposed: bool = False
+    events: list[Event]  # the calls, in order; also those that make something of weights alone
+    start: Value  # the last stream
+    logits: Value  # what they make of it
+    is_transposed: bool = False  # whether the logits have rows and tokens in the other order
 
     def forget_the_trace(self) -> None:
         """Drop what leads from the values to the rest of the run, and the numbers of weights."""

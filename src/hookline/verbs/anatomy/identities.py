@@ -16,35 +16,22 @@ NO_SITE = "no module gets or returns it, and no function of torch makes it of th
 @final
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One identity between values, which some names need.
+    """One identity between values, which some names need."""
 
-    Attributes:
-        text: the identity, for people.
-        names: the names that it proves.
-        sites: the sites of its values.
-        measure: returns the error from the values of these sites.
-    """
-
-    text: str
-    names: tuple[str, ...]
-    sites: tuple[str, ...]
-    measure: Callable[..., float]
+    text: str  # the identity, for people
+    names: tuple[str, ...]  # the names that it proves
+    sites: tuple[str, ...]  # the sites of its values
+    measure: Callable[..., float]  # returns the error from the values of these sites
 
 
 @final
 @dataclass(slots=True)
 class Names:
-    """The names of one block, or those that belong to no block.
+    """The names of one block, or those that belong to no block."""
 
-    Attributes:
-        sites: the sites by name.
-        refused: the reason for each name without a site.
-        claims: the identities that the names need.
-    """
-
-    sites: dict[str, str] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    claims: list[Claim] = field(default_factory=list)
+    sites: dict[str, str] = field(default_factory=dict)  # the sites by name
+    refused: dict[str, str] = field(default_factory=dict)  # the reason for each name without a site
+    claims: list[Claim] = field(default_factory=list)  # the identities that the names need
 
     def put(self, name: str, site: str | None, why: str = NO_SITE) -> bool:
         """Add a site; a value without a site is refused for a reason."""

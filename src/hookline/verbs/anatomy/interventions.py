@@ -33,16 +33,12 @@ _Numbers = Callable[[str], Tensor]  # what a site gets
 
 
 class _Runs(NamedTuple):
-    """The terms of three runs; those about a pattern are None in a model without one.
+    """The terms of three runs; those about a pattern are None in a model without one."""
 
-    Attributes:
-        without: some tokens of each stream are changed, and what the patterns mix is zero.
-        alone: the streams are kept, and what the patterns mix is zero but for one token.
-        kept: some tokens of each stream are changed, and what the patterns mix is kept.
-    """
-
-    without: Recording
+    without: Recording  # some tokens of each stream are changed, and what the patterns mix is zero
+    # The streams are kept, and what the patterns mix is zero but for one token.
     alone: Recording | None
+    # Some tokens of each stream are changed, and what the patterns mix is kept.
     kept: Recording | None
 
 

@@ -39,41 +39,27 @@ class AttentionCore(NamedTuple):
 @final
 @dataclass(eq=False, slots=True, repr=False)
 class Part:
-    """One part of a block: a term of its sums, and what it is.
+    """One part of a block: a term of its sums, and what it is."""
 
-    Attributes:
-        term: the term.
-        cores: the calls that mix the tokens by a pattern. None where no attention is.
-        softmax: the call that computes the pattern, if it is a call of its own.
-        kind: "attention", "cross", "mixer", "mlp", "side" or "unknown", once the interventions
-            are done.
-        why: why a part with a pattern is no attention, or why no kind can be told.
-    """
-
-    term: Term
+    term: Term  # the term
+    # The calls that mix the tokens by a pattern. None where no attention is.
     cores: list[AttentionCore]
-    softmax: Event | None = None
+    softmax: Event | None = None  # the call that computes the pattern, if it is a call of its own
+    # "attention", "cross", "mixer", "mlp", "side" or "unknown", once the interventions are done.
     kind: str = ""
-    why: str = ""
+    why: str = ""  # why a part with a pattern is no attention, or why no kind can be told
 
 
 @final
 @dataclass(eq=False, slots=True, repr=False)
 class Layer:
-    """A block with its parts, and their names.
+    """A block with its parts, and their names."""
 
-    Attributes:
-        block: the block.
-        parts: the parts in the order of the sums.
-        names: the names, with their sites.
-        projection: the path of the output projection of the attention; "" without one.
-        n_value_heads: the number of heads of the values, before they are repeated; 0 if unknown.
-    """
-
-    block: Block
-    parts: list[Part]
-    names: Names = field(default_factory=Names)
-    projection: str = ""
+    block: Block  # the block
+    parts: list[Part]  # the parts in the order of the sums
+    names: Names = field(default_factory=Names)  # the names, with their sites
+    projection: str = ""  # the path of the output projection of the attention; "" without one
+    # The number of heads of the values, before they are repeated; 0 if unknown.
     n_value_heads: int = 0
 
     def of_kind(self, kind: str) -> list[Part]:

@@ -24,30 +24,20 @@ _WHOLE = -1  # the layer of names that belong to no layer
 @final
 @dataclass(frozen=True, slots=True)
 class ProvenNames:
-    """The proven names of one stack of blocks.
+    """The proven names of one stack of blocks."""
 
-    Attributes:
-        model: the name of the model's class.
-        stack: the path of the stack.
-        blocks: the paths of the blocks.
-        sites: the sites by name and layer; the layer -1 stands for the whole model.
-        refused: the reason for each name and layer without a site.
-        errors: the largest error of the identities of each name and layer.
-        shapes: the shapes of the values by site, for the first input.
-        width: the width of the stream.
-        n_tokens: the number of tokens of all rows, for the first input.
-        n_value_heads: the number of heads of keys and values, by layer; 0 where it is unknown.
-    """
-
-    model: str
-    stack: str
-    blocks: tuple[str, ...]
+    model: str  # the name of the model's class
+    stack: str  # the path of the stack
+    blocks: tuple[str, ...]  # the paths of the blocks
+    # The sites by name and layer; the layer -1 stands for the whole model.
     sites: Mapping[tuple[str, int], str]
-    refused: Mapping[tuple[str, int], str]
+    refused: Mapping[tuple[str, int], str]  # the reason for each name and layer without a site
+    # The largest error of the identities of each name and layer.
     errors: Mapping[tuple[str, int], float]
-    shapes: Mapping[str, tuple[int, ...]]
-    width: int
-    n_tokens: int
+    shapes: Mapping[str, tuple[int, ...]]  # the shapes of the values by site, for the first input
+    width: int  # the width of the stream
+    n_tokens: int  # the number of tokens of all rows, for the first input
+    # The number of heads of keys and values, by layer; 0 where it is unknown.
     n_value_heads: tuple[int, ...]
 
     def __iter__(self) -> Iterator[str]:

@@ -30,53 +30,33 @@ _LIGHT = SUMS | SCALES | {
 @final
 @dataclass(eq=False, slots=True, repr=False)
 class Term:
-    """Hold one addition of a block to the stream.
+    """Hold one addition of a block to the stream."""
 
-    Attributes:
-        value: what is added.
-        events: the calls that compute it.
-        reads: the values of the stream from which the part computes it.
-    """
-
-    value: Value
-    events: list[Event]
-    reads: list[Value]
+    value: Value  # what is added
+    events: list[Event]  # the calls that compute it
+    reads: list[Value]  # the values of the stream from which the part computes it
 
 
 @final
 @dataclass(eq=False, slots=True, repr=False)
 class Step:
-    """One step of the stream: it gets terms, or is scaled or normalised.
+    """One step of the stream: it gets terms, or is scaled or normalised."""
 
-    Attributes:
-        before: the stream before the step.
-        after: the stream after it.
-        terms: what a sum adds; none for a scale or a norm.
-    """
-
-    before: Value
-    after: Value
-    terms: list[Term]
+    before: Value  # the stream before the step
+    after: Value  # the stream after it
+    terms: list[Term]  # what a sum adds; none for a scale or a norm
 
 
 @final
 @dataclass(eq=False, slots=True, repr=False)
 class Block:
-    """One block, and the stream through it.
+    """One block, and the stream through it."""
 
-    Attributes:
-        path: the path of the block.
-        call: its call.
-        pre: the stream that it gets.
-        post: the stream that it returns.
-        steps: the steps from one to the other.
-    """
-
-    path: str
-    call: ModuleCall
-    pre: Value
-    post: Value
-    steps: list[Step]
+    path: str  # the path of the block
+    call: ModuleCall  # its call
+    pre: Value  # the stream that it gets
+    post: Value  # the stream that it returns
+    steps: list[Step]  # the steps from one to the other
 
     @property
     def terms(self) -> list[Term]:

@@ -21,22 +21,16 @@ from hookline.verbs.anatomy.trace import ModuleCall, Trace
 @final
 @dataclass(eq=False, slots=True)
 class Stack:
-    """Blocks that the stream goes through, one after the other, with their proven names.
+    """Blocks that the stream goes through, one after the other, with their proven names."""
 
-    Attributes:
-        path: the path of the module whose children they are.
-        layers: the blocks, of which none is a norm before the first or after the last.
-        names: the names that belong to no layer.
-        head: what the model computes from the last stream; None where it cannot be told.
-        errors: the largest error of each name's identities, by layer; -1 is no layer.
-        shapes: the shapes of the values by site, for the first input.
-    """
-
-    path: str
-    layers: list[Layer]
-    names: Names = field(default_factory=Names)
+    path: str  # the path of the module whose children they are
+    layers: list[Layer]  # the blocks, of which none is a norm before the first or after the last
+    names: Names = field(default_factory=Names)  # the names that belong to no layer
+    # What the model computes from the last stream; None where it cannot be told.
     head: Head | None = None
+    # The largest error of each name's identities, by layer; -1 is no layer.
     errors: dict[tuple[str, int], float] = field(default_factory=dict)
+    # The shapes of the values by site, for the first input.
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def holds(self, path: str) -> bool:

@@ -41,22 +41,16 @@ def kind_of(place: Site) -> str:
 @final
 @dataclass(eq=False, slots=True, repr=False)
 class Value:
-    """One value of a run. A tensor that is written to in place becomes another value.
+    """One value of a run. A tensor that is written to in place becomes another value."""
 
-    Attributes:
-        tensor: a copy of the numbers, or the numbers of a weight.
-        maker: the call that made the value; None for inputs and weights.
-        is_constant: whether the value is the same for every input, such as a weight.
-        weight: where a weight is found: its module and its name; None for other values.
-        like: an earlier value of the same numbers in the same order, such as the input of a view.
-        places: the sites where the value is seen, each with the number of the call.
-    """
-
-    tensor: Tensor
-    maker: Event | None = None
-    is_constant: bool = False
+    tensor: Tensor  # a copy of the numbers, or the numbers of a weight
+    maker: Event | None = None  # the call that made the value; None for inputs and weights
+    is_constant: bool = False  # whether the value is the same for every input, such as a weight
+    # Where a weight is found: its module and its name; None for other values.
     weight: tuple[nn.Module, str] | None = None
+    # An earlier value of the same numbers in the same order, such as the input of a view.
     like: Value | None = None
+    # The sites where the value is seen, each with the number of the call.
     places: list[Site] = field(default_factory=list)
 
     @property
@@ -75,27 +69,16 @@ class Value:
 @final
 @dataclass(eq=False, slots=True, repr=False)
 class Event:
-    """One call of a function of torch; or of a module whose calls torch does not show.
+    """One call of a function of torch; or of a module whose calls torch does not show."""
 
-    Attributes:
-        index: the number of the event in the run.
-        path: the module whose forward makes the call.
-        name: the name of the function; "(module)" for a module.
-        inputs: the values that it gets, weights and constants included.
-        outputs: the values that it makes.
-        function: the function; None for a module.
-        arguments: its arguments, with values in place of tensors.
-        writes: whether it writes to one of its inputs.
-    """
-
-    index: int
-    path: str
-    name: str
-    inputs: list[Value]
-    outputs: list[Value] = field(default_factory=list)
-    function: Any = None
-    arguments: Any = ()
-    writes: bool = False
+    index: int  # the number of the event in the run
+    path: str  # the module whose forward makes the call
+    name: str  # the name of the function; "(module)" for a module
+    inputs: list[Value]  # the values that it gets, weights and constants included
+    outputs: list[Value] = field(default_factory=list)  # the values that it makes
+    function: Any = None  # the function; None for a module
+    arguments: Any = ()  # its arguments, with values in place of tensors
+    writes: bool = False  # whether it writes to one of its inputs
 
     @property
     def varying(self) -> list[Value]:

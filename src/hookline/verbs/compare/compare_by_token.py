@@ -56,17 +56,12 @@ class Passes(NamedTuple):
 
 
 class Aligned(NamedTuple):
-    """Two sides, with one entry a site for all passes where their tokens are aligned.
+    """Two sides, with one entry a site for all passes where their tokens are aligned."""
 
-    Args:
-        sides: the sides.
-        alignment: where their tokens lie; None if values are compared as they are.
-        why: the reason why there is no alignment; empty if none is needed.
-    """
-
-    sides: tuple[Side, Side]
+    sides: tuple[Side, Side]  # the sides
+    # Where their tokens lie; None if values are compared as they are.
     alignment: Alignment | None = None
-    why: str = ""
+    why: str = ""  # the reason why there is no alignment; empty if none is needed
 
 
 def align_sides(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned:

@@ -25,17 +25,11 @@ Dims = Dim | Mapping[str, Dim]
 @final
 @dataclass(frozen=True)
 class Unjoined:
-    """Values of several ranks that cannot be joined.
+    """Values of several ranks that cannot be joined."""
 
-    Args:
-        site: the site, as in `dims`.
-        parts: the value of each rank, by its number.
-        problem: the reason; empty if nothing says how to join them.
-    """
-
-    site: str
-    parts: Mapping[int, Any]
-    problem: str = ""
+    site: str  # the site, as in `dims`
+    parts: Mapping[int, Any]  # the value of each rank, by its number
+    problem: str = ""  # the reason; empty if nothing says how to join them
 
     @property
     def is_whole(self) -> bool:

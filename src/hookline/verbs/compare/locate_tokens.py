@@ -30,39 +30,27 @@ class Unreadable(Exception):
 @final
 @dataclass(frozen=True)
 class Grid:
-    """The tokens of one stream in one pass, in the layout of the ids that the model was given.
+    """The tokens of one stream in one pass, in the layout of the ids that the model was given."""
 
-    Args:
-        owner: the sequence of each token, -1 for padding, shape `(rows, tokens)`.
-        order: the number of each token in its sequence, from 0, of the same shape.
-        position: the position that the model was given, or counts itself, of the same shape.
-        key_owner: as `owner`, with the tokens that the cache holds before these.
-        key_order: as `order`, with the tokens that the cache holds before these.
-        row_owner: the sequence of each row, -1 where a row holds none or several, shape `(rows,)`.
-        n_kept: for how many last tokens of each row the model gives logits; 0 for all.
-    """
-
-    owner: Tensor
-    order: Tensor
-    position: Tensor
-    key_owner: Tensor
-    key_order: Tensor
+    owner: Tensor  # the sequence of each token, -1 for padding, shape `(rows, tokens)`
+    order: Tensor  # the number of each token in its sequence, from 0, of the same shape
+    position: Tensor  # the position that the model was given, or counts itself, of the same shape
+    key_owner: Tensor  # as `owner`, with the tokens that the cache holds before these
+    key_order: Tensor  # as `order`, with the tokens that the cache holds before these
+    # The sequence of each row, -1 where a row holds none or several, shape `(rows,)`.
     row_owner: Tensor
-    n_kept: int = 0
+    n_kept: int = 0  # for how many last tokens of each row the model gives logits; 0 for all
 
 
 @final
 @dataclass
 class Tokens:
-    """The sequences of a recording, and where their tokens lie.
+    """The sequences of a recording, and where their tokens lie."""
 
-    Args:
-        grids: for each pass, by number, the grid of each stream.
-        contents: for each sequence and stream, what tells its tokens from others, such as their
-            ids; empty where that is unknown.
-    """
-
+    # For each pass, by number, the grid of each stream.
     grids: dict[int, dict[str, Grid]] = field(default_factory=dict)
+    # For each sequence and stream, what tells its tokens from others, such as their ids; empty
+    # where that is unknown.
     contents: list[dict[str, list[Hashable]]] = field(default_factory=list)
 
 

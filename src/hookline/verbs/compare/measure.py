@@ -28,25 +28,15 @@ Array = Tensor | Column | RowsOfItems
 
 
 class Measured(NamedTuple):
-    """Hold the measurements of a pair of tensors.
+    """Hold the measurements of a pair of tensors."""
 
-    Args:
-        leaf: the leaf of the first value that holds the tensor.
-        forms: shape and dtype of both; empty where one is not there.
-        dtypes: the dtypes of both.
-        gap: the difference; None if they cannot be compared.
-        why: the reason, if so.
-        n_alone: for how many tokens or rows one of the two has no value.
-        n_elements: how many elements the second tensor has.
-    """
-
-    leaf: Leaf
-    forms: tuple[str, str]
-    dtypes: tuple[torch.dtype, ...] = ()
-    gap: Difference | None = None
-    why: str = ""
-    n_alone: int = 0
-    n_elements: int = 1
+    leaf: Leaf  # the leaf of the first value that holds the tensor
+    forms: tuple[str, str]  # shape and dtype of both; empty where one is not there
+    dtypes: tuple[torch.dtype, ...] = ()  # the dtypes of both
+    gap: Difference | None = None  # the difference; None if they cannot be compared
+    why: str = ""  # the reason, if so
+    n_alone: int = 0  # for how many tokens or rows one of the two has no value
+    n_elements: int = 1  # how many elements the second tensor has
 
     @property
     def alone_in(self) -> str:

@@ -18,18 +18,13 @@ _MOST_SHOWN = 3
 
 
 class Pairing(NamedTuple):
-    """The values of two sides, paired.
+    """The values of two sides, paired."""
 
-    Args:
-        pairs: the pairs, in the firing order of the first side; of the second, if the first has
-            none, as a recording of compiled code and arrays have none.
-        only_a: the values of the first side alone.
-        only_b: the values of the second side alone, under their names in the first.
-    """
-
+    # The pairs, in the firing order of the first side; of the second, if the first has none, as a
+    # recording of compiled code and arrays have none.
     pairs: list[tuple[Entry, Entry]]
-    only_a: list[Entry]
-    only_b: list[Entry]
+    only_a: list[Entry]  # the values of the first side alone
+    only_b: list[Entry]  # the values of the second side alone, under their names in the first
 
 
 def pair_entries(a: Side, b: Side, names: Names | None) -> Pairing:

@@ -19,15 +19,10 @@ INPUT = "(root):input"
 @final
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a recording that hold the same rows.
+    """Ranks of a recording that hold the same rows."""
 
-    Args:
-        recording: the recording of these ranks.
-        numbers: the number of each rank in the recording of all ranks.
-    """
-
-    recording: Recording
-    numbers: tuple[int, ...]
+    recording: Recording  # the recording of these ranks
+    numbers: tuple[int, ...]  # the number of each rank in the recording of all ranks
 
     @property
     def passes(self) -> list[PassRecord]:

@@ -50,25 +50,17 @@ _CONVERT = (
 @final
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A named value of a side, which is read on request.
+    """A named value of a side, which is read on request."""
 
-    Args:
-        path: the path of the module, or the name of an array. The root's is empty.
-        rest: what follows the path in the key: port, leaf, call, pass.
-        read: reads the value.
-        kind: what the value is, for its noise floor.
-        n_modules: how many modules without children come before it, as far as known.
-        outline: returns the structure of a recorded value, without reading numbers.
-        part: says which part of a DTensor the value is; empty if it is whole.
-    """
-
+    # The path of the module, or the name of an array. The root's is empty.
     path: str
-    rest: str
-    read: Callable[[], Any]
-    kind: Kind = "output"
-    n_modules: int = 0
+    rest: str  # what follows the path in the key: port, leaf, call, pass
+    read: Callable[[], Any]  # reads the value
+    kind: Kind = "output"  # what the value is, for its noise floor
+    n_modules: int = 0  # how many modules without children come before it, as far as known
+    # Returns the structure of a recorded value, without reading numbers.
     outline: Callable[[], Any] = lambda: None
-    part: Callable[[], str] = str
+    part: Callable[[], str] = str  # says which part of a DTensor the value is; empty if it is whole
 
     @property
     def key(self) -> str:
@@ -110,27 +102,19 @@ class StepNumbers:
 @final
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two things that are compared.
+    """One of the two things that are compared."""
 
-    Args:
-        noun: what it is: "recording", "arrays", "store" or "curves".
-        entries: its values, in firing order as far as known.
-        identify: returns the model that made them, on each rank; None where it is unknown.
-        modules: the type name of each module of the model, by its path; empty if unknown.
-        release: closes the files of what was read.
-        source: the recording or pass; None for other things.
-        settings: the settings of torch under which its passes ran, each once, in their order.
-        store: the store; None for other things.
-    """
-
-    noun: str
-    entries: Sequence[Entry]
+    noun: str  # what it is: "recording", "arrays", "store" or "curves"
+    entries: Sequence[Entry]  # its values, in firing order as far as known
+    # Returns the model that made them, on each rank; None where it is unknown.
     identify: Callable[[], Sequence[RecordedModel | None]] = tuple
+    # The type name of each module of the model, by its path; empty if unknown.
     modules: Mapping[str, str] = field(default_factory=dict)
-    release: Callable[[], None] = lambda: None
-    source: Recording | PassRecord | None = None
+    release: Callable[[], None] = lambda: None  # closes the files of what was read
+    source: Recording | PassRecord | None = None  # the recording or pass; None for other things
+    # The settings of torch under which its passes ran, each once, in their order.
     settings: tuple[Settings, ...] = ()
-    store: Store | None = None
+    store: Store | None = None  # the store; None for other things
 
     @property
     def living_model(self) -> nn.Module | None:

@@ -58,15 +58,10 @@ Calls = dict[tuple[str, str], Call]  # by path and number, in the order in which
 
 
 class ModelRun(NamedTuple):
-    """A model in eval mode on the inputs.
+    """A model in eval mode on the inputs."""
 
-    Args:
-        model: the model, or its copy in float64.
-        calls: the calls of its modules.
-    """
-
-    model: nn.Module
-    calls: Calls
+    model: nn.Module  # the model, or its copy in float64
+    calls: Calls  # the calls of its modules
 
     @property
     def side(self) -> Side:
@@ -81,19 +76,12 @@ class ModelRun(NamedTuple):
 @final
 @dataclass(slots=True)
 class _LocalRun:
-    """The outputs of a module of b on what its counterpart in a got.
+    """The outputs of a module of b on what its counterpart in a got."""
 
-    Args:
-        path: its path in b.
-        why: why there are none; empty if there are.
-        pairs: how far its tensors are from those of a, by the site of their row.
-        floor: what rounding explains of them.
-    """
-
-    path: str
-    why: str
-    pairs: dict[str, Measured]
-    floor: Floor
+    path: str  # its path in b
+    why: str  # why there are none; empty if there are
+    pairs: dict[str, Measured]  # how far its tensors are from those of a, by the site of their row
+    floor: Floor  # what rounding explains of them
 
 
 def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = None) -> Comparison:

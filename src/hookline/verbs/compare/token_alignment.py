@@ -37,29 +37,21 @@ _MOST_SHOWN = 3
 @final
 @dataclass
 class Alignment:
-    """The common tokens of two recordings, and where each recording has them.
+    """The common tokens of two recordings, and where each recording has them."""
 
-    Args:
-        places: for each of the two recordings the places of its tokens, by pass and stream.
-        spans: the sequences of each stream in the common order.
-        n_sequences: the number of matched sequences.
-        is_same: whether both have the same tokens at the same places.
-        positions: how the positions of the tokens differ; empty if they do not.
-        notes: what else a reader should know: sequences without a match, lengths that differ.
-        covers_all: whether each token of one recording has a counterpart in the other.
-        n_alone: for how many tokens, or rows, one of the pair that was taken last had no value.
-        origins: for each of the two recordings and each sequence in the common order, the first of
-            the sequences that are the same one of the recording.
-    """
-
+    # For each of the two recordings the places of its tokens, by pass and stream.
     places: tuple[Layout, Layout]
-    spans: dict[str, Span]
-    n_sequences: int
-    is_same: bool
-    positions: str = ""
+    spans: dict[str, Span]  # the sequences of each stream in the common order
+    n_sequences: int  # the number of matched sequences
+    is_same: bool  # whether both have the same tokens at the same places
+    positions: str = ""  # how the positions of the tokens differ; empty if they do not
+    # What else a reader should know: sequences without a match, lengths that differ.
     notes: list[str] = field(default_factory=list)
-    covers_all: bool = True
+    covers_all: bool = True  # whether each token of one recording has a counterpart in the other
+    # For each of the two recordings and each sequence in the common order, the first of the
+    # sequences that are the same one of the recording.
     origins: tuple[Tensor, Tensor] | None = None
+    # For how many tokens, or rows, one of the pair that was taken last had no value.
     n_alone: int = 0
     _seen: dict[int, set[Reading]] = field(default_factory=dict)
 

@@ -33,19 +33,12 @@ class Reading(NamedTuple):
 
 @final
 class Places(NamedTuple):
-    """Place the tokens of a stream and pass in the common order; -1 for those without a place.
+    """Place the tokens of a stream and pass in the common order; -1 for those without a place."""
 
-    Args:
-        tokens: the place of each token, shape `(rows, tokens)`.
-        keys: as `tokens`, with those that the cache holds before, shape `(rows, keys)`.
-        rows: the place of each row in the order of sequences, shape `(rows,)`.
-        n_kept: for how many last tokens of each row the model gives logits; 0 for all.
-    """
-
-    tokens: Tensor
-    keys: Tensor
-    rows: Tensor
-    n_kept: int
+    tokens: Tensor  # the place of each token, shape `(rows, tokens)`
+    keys: Tensor  # as `tokens`, with those that the cache holds before, shape `(rows, keys)`
+    rows: Tensor  # the place of each row in the order of sequences, shape `(rows,)`
+    n_kept: int  # for how many last tokens of each row the model gives logits; 0 for all
 
     def possible_layouts(self, shape: tuple[int, ...]) -> list[str]:
         """List the ways in which a value of this shape may lie over the tokens."""
@@ -116,19 +109,12 @@ class Places(NamedTuple):
 
 @final
 class Span(NamedTuple):
-    """The sequences in the common order of tokens.
+    """The sequences in the common order of tokens."""
 
-    Args:
-        sequence: the number of the sequence of each place.
-        starts: the first place of each sequence.
-        lengths: the number of tokens of each sequence.
-        is_cut: whether a sequence lies in several passes, so that a token has no later keys.
-    """
-
-    sequence: Tensor
-    starts: Tensor
-    lengths: Tensor
-    is_cut: bool
+    sequence: Tensor  # the number of the sequence of each place
+    starts: Tensor  # the first place of each sequence
+    lengths: Tensor  # the number of tokens of each sequence
+    is_cut: bool  # whether a sequence lies in several passes, so that a token has no later keys
 
     @classmethod
     def of(cls, counts: list[int], *, is_cut: bool) -> Span:

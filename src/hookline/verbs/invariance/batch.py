@@ -32,23 +32,15 @@ class NotApplicable(Exception):
 @final
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of a model, by name as far as its forward has names.
+    """The arguments of a model, by name as far as its forward has names."""
 
-    Args:
-        args: the arguments without a name.
-        named: the arguments by name.
-        ids: the name of the ids of tokens; empty if the model is not given any.
-        accepted: the names that the forward accepts.
-        pad_id: the id for padding that the model's config names; None if it names none.
-        n_positions: the most tokens that the model has positions for.
-    """
-
-    args: tuple[Any, ...]
-    named: Mapping[str, Any]
-    ids: str
-    accepted: frozenset[str]
+    args: tuple[Any, ...]  # the arguments without a name
+    named: Mapping[str, Any]  # the arguments by name
+    ids: str  # the name of the ids of tokens; empty if the model is not given any
+    accepted: frozenset[str]  # the names that the forward accepts
+    # The id for padding that the model's config names; None if it names none.
     pad_id: int | None = None
-    n_positions: int | None = None
+    n_positions: int | None = None  # the most tokens that the model has positions for
 
     @property
     def inputs(self) -> Any:

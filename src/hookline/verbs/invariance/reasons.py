@@ -22,31 +22,20 @@ _DROPOUT = nn.modules.dropout._DropoutNd
 
 
 class Reason(NamedTuple):
-    """Explain why a check does not hold.
+    """Explain why a check does not hold."""
 
-    Args:
-        text: the reason in words, with what to do.
-        is_expected: whether no model could hold, so that it counts against none.
-        eval_modules: modules that must run in eval mode for the other checks to tell anything.
-    """
-
-    text: str
-    is_expected: bool = False
+    text: str  # the reason in words, with what to do
+    is_expected: bool = False  # whether no model could hold, so that it counts against none
+    # Modules that must run in eval mode for the other checks to tell anything.
     eval_modules: tuple[nn.Module, ...] = ()
 
 
 class FailedCheck(NamedTuple):
-    """A check that does not hold.
+    """A check that does not hold."""
 
-    Args:
-        name: the check.
-        trials: the runs.
-        comparison: what was compared; None if the changed run has raised an error.
-    """
-
-    name: str
-    trials: Trials
-    comparison: Comparison | None
+    name: str  # the check
+    trials: Trials  # the runs
+    comparison: Comparison | None  # what was compared; None if the changed run has raised an error
 
     @property
     def batch(self) -> Batch:

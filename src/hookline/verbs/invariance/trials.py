@@ -28,38 +28,26 @@ _SITES = ["**", "(root):input"]
 
 
 class Run(NamedTuple):
-    """A recording, and the tokens of each of its passes.
+    """A recording, and the tokens of each of its passes."""
 
-    Args:
-        recording: the recording.
-        tokens: what `hl.compare` takes of this side; None for inputs without ids.
-        given: how the sites begin of outputs that a pass is given, and hands on.
-    """
-
-    recording: Recording
-    tokens: Any
+    recording: Recording  # the recording
+    tokens: Any  # what `hl.compare` takes of this side; None for inputs without ids
+    # How the sites begin of outputs that a pass is given, and hands on.
     given: str | tuple[str, ...] = ()
 
 
 @final
 @dataclass(frozen=True)
 class Trials:
-    """Runs of a model, each from the state in which the model is now.
+    """Runs of a model, each from the state in which the model is now."""
 
-    Args:
-        model: the model, which each run leaves as it was.
-        batch: its arguments as given.
-        backend: the backend of the compiled run.
-        eval_modules: modules that run in eval mode.
-        is_training: whether all other modules run in training mode; False leaves their own.
-        ports: the recorded ports of modules; with gradients, each run has a backward.
-    """
-
-    model: nn.Module
-    batch: Batch
-    backend: str | Callable[..., Any] = "aot_eager"
-    eval_modules: tuple[nn.Module, ...] = ()
+    model: nn.Module  # the model, which each run leaves as it was
+    batch: Batch  # its arguments as given
+    backend: str | Callable[..., Any] = "aot_eager"  # the backend of the compiled run
+    eval_modules: tuple[nn.Module, ...] = ()  # modules that run in eval mode
+    # Whether all other modules run in training mode; False leaves their own.
     is_training: bool = False
+    # The recorded ports of modules; with gradients, each run has a backward.
     ports: tuple[str, ...] = ("output",)
 
     @cached_property

@@ -52,17 +52,11 @@ class Window:
 
 
 class Sample(NamedTuple):
-    """Hold the costs of a pass: the mean over passes that share one backward.
+    """Hold the costs of a pass: the mean over passes that share one backward."""
 
-    Attributes:
-        number: the first pass.
-        n_passes: the number of passes.
-        costs: the costs, by context and slot.
-    """
-
-    number: int
-    n_passes: int
-    costs: Costs
+    number: int  # the first pass
+    n_passes: int  # the number of passes
+    costs: Costs  # the costs, by context and slot
 
 
 _NUMBER = attrgetter("number")

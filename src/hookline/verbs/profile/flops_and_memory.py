@@ -41,16 +41,11 @@ from hookline.verbs.summary import missing_formulas
 
 
 class RunCounts(NamedTuple):
-    """The FLOPs and the peak memory of all runs.
+    """The FLOPs and the peak memory of all runs."""
 
-    Attributes:
-        top: the top of the calling contexts, with FLOPs, peaks and numbers of calls.
-        failure: why some are not known; an empty text if all are.
-        missing: the modules that run operations without a formula, by the operation's name.
-    """
-
-    top: Context
-    failure: str
+    top: Context  # the top of the calling contexts, with FLOPs, peaks and numbers of calls
+    failure: str  # why some are not known; an empty text if all are
+    # The modules that run operations without a formula, by the operation's name.
     missing: dict[str, list[str]]
 
     def without_formula(self) -> str:

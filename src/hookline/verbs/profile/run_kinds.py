@@ -37,39 +37,25 @@ _ATOMS = (int, float, bool, str, type(None))
 @final
 @dataclass(slots=True, eq=False)
 class RunKind:
-    """The runs of a module with inputs of the same shapes.
+    """The runs of a module with inputs of the same shapes."""
 
-    Args:
-        path: the module's path.
-        has_gradients: whether gradients were enabled.
-        autocast: the autocast of the runs.
-
-    Attributes:
-        inputs: the arguments and keyword arguments, without numbers; None if they were not copied.
-        flags: the modes of all modules.
-        n_runs: the number of runs.
-        n_backwards: the number of backwards through these runs.
-        kept_inputs: the bytes of the inputs that a run keeps for backward.
-        workspaces: the bytes of the workspaces that operations keep for backward, by module.
-        is_noted: True if these two are known.
-        seeds: the indices of the outputs that a gradient has reached.
-        n_nodes: the numbers of nodes in the graphs that the runs have made for backward.
-        closed: whether the profile has ended: later backwards are not its own.
-    """
-
-    path: str
-    has_gradients: bool
-    autocast: Autocast
+    path: str  # the module's path
+    has_gradients: bool  # whether gradients were enabled
+    autocast: Autocast  # the autocast of the runs
+    # The arguments and keyword arguments, without numbers; None if they were not copied.
     inputs: Any = None
-    flags: list[Any] = field(default_factory=list)
-    n_runs: int = 0
-    n_backwards: int = 0
-    kept_inputs: int = 0
+    flags: list[Any] = field(default_factory=list)  # the modes of all modules
+    n_runs: int = 0  # the number of runs
+    n_backwards: int = 0  # the number of backwards through these runs
+    kept_inputs: int = 0  # the bytes of the inputs that a run keeps for backward
+    # The bytes of the workspaces that operations keep for backward, by module.
     workspaces: dict[str, list[int]] = field(default_factory=dict)
-    is_noted: bool = False
+    is_noted: bool = False  # True if these two are known
+    # The indices of the outputs that a gradient has reached.
     seeds: set[int] = field(default_factory=set)
+    # The numbers of nodes in the graphs that the runs have made for backward.
     n_nodes: set[int] = field(default_factory=set)
-    closed: bool = False
+    closed: bool = False  # whether the profile has ended: later backwards are not its own
 
 
 @final

@@ -80,25 +80,14 @@ class Account:
 @final
 @dataclass(slots=True, eq=False)
 class ModuleCall:
-    """A call of a module that is under way.
+    """A call of a module that is under way."""
 
-    Args:
-        key: the id of the frame of the call; the frame itself is not kept alive.
-        account: the account of the call.
-        before: the account to go on with when the call has ended.
-        lowest: the number of the first node of the graph that the call can make.
-
-    Attributes:
-        began: the mark at which the module began; None before.
-        run: the kind of the run, for an outermost call.
-    """
-
-    key: int
-    account: Account
-    before: Account
-    lowest: int
-    began: Any = None
-    run: Run | None = None
+    key: int  # the id of the frame of the call; the frame itself is not kept alive
+    account: Account  # the account of the call
+    before: Account  # the account to go on with when the call has ended
+    lowest: int  # the number of the first node of the graph that the call can make
+    began: Any = None  # the mark at which the module began; None before
+    run: Run | None = None  # the kind of the run, for an outermost call
 
 
 class _Borders(threading.local):

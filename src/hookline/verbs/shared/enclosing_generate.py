@@ -49,15 +49,10 @@ def n_beams(frame: FrameType) -> int:
 
 @final
 class Chunk(NamedTuple):
-    """The place of a run in a prompt that `generate` gives to the model in chunks.
+    """The place of a run in a prompt that `generate` gives to the model in chunks."""
 
-    Args:
-        is_first: whether the run has the first chunk.
-        is_whole: whether the run has the whole prompt.
-    """
-
-    is_first: bool = True
-    is_whole: bool = True
+    is_first: bool = True  # whether the run has the first chunk
+    is_whole: bool = True  # whether the run has the whole prompt
 
 
 def prefill_chunk(frame: FrameType) -> Chunk:

@@ -27,21 +27,17 @@ _BORDERS = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens", "cu_seq_lens")
 @final
 @dataclass(frozen=True, eq=False)
 class TokenInputs:
-    """The tokens of one stack of a model in one pass, on the CPU.
+    """The tokens of one stack of a model in one pass, on the CPU."""
 
-    Args:
-        shape: the number of rows, and of tokens in each, padding included.
-        is_token: which columns are no padding, `(rows, columns)`, those of the cache first; None
-            without a mask.
-        position_ids: the position of each token, `(rows, tokens)`; None if none is given.
-        borders: where packed sequences begin and end, `cu_seqlens`; None if none is given.
-        n_cached: how many columns of each row the cache holds; None if the inputs do not tell.
-    """
-
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # the number of rows, and of tokens in each, padding included
+    # Which columns are no padding, `(rows, columns)`, those of the cache first; None without a
+    # mask.
     is_token: Tensor | None
+    # The position of each token, `(rows, tokens)`; None if none is given.
     position_ids: Tensor | None
+    # Where packed sequences begin and end, `cu_seqlens`; None if none is given.
     borders: Tensor | None
+    # How many columns of each row the cache holds; None if the inputs do not tell.
     n_cached: int | None
 
     @property

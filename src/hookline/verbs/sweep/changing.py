@@ -28,17 +28,11 @@ from hookline.verbs.sweep.site_change import SiteChange
 
 
 class _Asked(NamedTuple):
-    """Changes at one site that the running forward is asked for.
+    """Changes at one site that the running forward is asked for."""
 
-    Args:
-        changes: the changes, each with its own rows.
-        n: how often the batch is repeated in the value.
-        adds: whether the rows of the changes come to the value here, behind those that it has.
-    """
-
-    changes: Sequence[SiteChange]
-    n: int
-    adds: bool
+    changes: Sequence[SiteChange]  # the changes, each with its own rows
+    n: int  # how often the batch is repeated in the value
+    adds: bool  # whether the rows of the changes come to the value here, behind those that it has
 
 
 @final

@@ -72,20 +72,14 @@ class Group:
 @final
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Changes at the same sites, as the user has given them.
+    """Changes at the same sites, as the user has given them."""
 
-    Args:
-        label: what the sites are called on the first axis.
-        places: the sites with their modules.
-        changes: for each label of the axis `change`, the change at each site.
-        is_labelled: whether the labels were given.
-        is_joint: whether changes are made together, and so have a label other than their site.
-    """
-
-    label: Label
-    places: tuple[tuple[Site, nn.Module], ...]
+    label: Label  # what the sites are called on the first axis
+    places: tuple[tuple[Site, nn.Module], ...]  # the sites with their modules
+    # For each label of the axis `change`, the change at each site.
     changes: dict[Label, tuple[Any, ...]]
-    is_labelled: bool = False
+    is_labelled: bool = False  # whether the labels were given
+    # Whether changes are made together, and so have a label other than their site.
     is_joint: bool = False
 
 

@@ -22,17 +22,11 @@ _SMALL_AT_SITE, _SMALL = 0.5, 0.01
 
 
 class Verdict(NamedTuple):
-    """Hold the verdict of a site's measured effects on its estimates.
+    """Hold the verdict of a site's measured effects on its estimates."""
 
-    Args:
-        label: the site.
-        is_failing: whether more than two thirds of the estimates that matter miss their effect.
-        is_known: whether the sample is large enough to say so.
-    """
-
-    label: Label
-    is_failing: bool
-    is_known: bool
+    label: Label  # the site
+    is_failing: bool  # whether more than two thirds of the estimates that matter miss their effect
+    is_known: bool  # whether the sample is large enough to say so
 
 
 def judge_sites(labels: Sequence[Label], estimates: Array, measured: Array) -> list[Verdict]:

@@ -14,17 +14,13 @@ from hookline.verbs.sweep.tape import NamedModules, Tape
 @final
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The inputs n times in a row.
-
-    Attributes:
-        tape: the tape of their unchanged run; None until the shapes of its outputs are known.
-        n_tries: how often a run has shown other calls, so that there is no tape.
-    """
+    """The inputs n times in a row."""
 
     inputs: Any
     n: int
+    # The tape of their unchanged run; None until the shapes of its outputs are known.
     tape: Tape | None = None
-    n_tries: int = 0
+    n_tries: int = 0  # how often a run has shown other calls, so that there is no tape
 
 
 @final

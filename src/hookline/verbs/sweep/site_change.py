@@ -22,23 +22,14 @@ Values = Mapping[str, Sequence[Any]]  # for each site the value of each call
 @final
 @dataclass(slots=True, eq=False)
 class SiteChange:
-    """A change of the value at one site, or of a part of it.
+    """A change of the value at one site, or of a part of it."""
 
-    Args:
-        change: the user's function.
-        site: the site.
-        where: the part that is changed; () is all of it.
-
-    Attributes:
-        has_moved: whether a value that it returned differs from the value that was there.
-        n_calls: how often it was called in the running forward.
-    """
-
-    change: Callable[..., Any]
-    site: Site
-    where: tuple[slice, ...] = ()
+    change: Callable[..., Any]  # the user's function
+    site: Site  # the site
+    where: tuple[slice, ...] = ()  # the part that is changed; () is all of it
+    # Whether a value that it returned differs from the value that was there.
     has_moved: bool = False
-    n_calls: int = 0
+    n_calls: int = 0  # how often it was called in the running forward
     _function: Any = None
 
     def begin(self, functions: dict[int, Callable[..., Any]]) -> None:

@@ -35,29 +35,19 @@ Answer = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any
 @final
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of a module in the recorded run.
+    """One call of a module in the recorded run."""
 
-    Args:
-        number: its number, in the order of beginnings.
-        module: the module.
-        parent: the call that it ran in; None for the root's.
-        begin: the time of its beginning, in events.
-
-    Attributes:
-        end: the time of its end; None if it has not returned.
-        output: what the forward returned, if the tape keeps it; or the shapes of its tensors.
-        writes: the numbers of the tensors among the arguments that the forward has written to, each
-            with the new values.
-        fills: whether the forward has changed a container or an object that it was given.
-    """
-
-    number: int
-    module: nn.Module
-    parent: Call | None
-    begin: int
-    end: int | None = None
+    number: int  # its number, in the order of beginnings
+    module: nn.Module  # the module
+    parent: Call | None  # the call that it ran in; None for the root's
+    begin: int  # the time of its beginning, in events
+    end: int | None = None  # the time of its end; None if it has not returned
+    # What the forward returned, if the tape keeps it; or the shapes of its tensors.
     output: Any = None
+    # The numbers of the tensors among the arguments that the forward has written to, each with the
+    # new values.
     writes: list[tuple[int, Tensor]] = field(default_factory=list)
+    # Whether the forward has changed a container or an object that it was given.
     fills: bool = False
 
     def has_ended(self, time: int) -> bool:
@@ -291,20 +281,13 @@ class Tape:
 @final
 @dataclass(slots=True, eq=False)
 class _Replay:
-    """Answer calls by recorded outputs, call by call, and repeat what they wrote to their inputs.
+    """Answer calls by recorded outputs, one by one, and repeat what they wrote to their inputs."""
 
-    Args:
-        queues: the calls of each module, by its id; None for those that run.
-        copied: the numbers of the calls whose outputs are handed out as copies.
-        origins: by the id of an output, the id of the tensor that it is a copy of.
-
-    Attributes:
-        copies: the copies that were handed out, by the ids of the tensors in the recorded run.
-    """
-
+    # The calls of each module, by its id; None for those that run.
     queues: Mapping[int, Iterator[Call | None]]
-    copied: Collection[int]
-    origins: dict[int, int]
+    copied: Collection[int]  # the numbers of the calls whose outputs are handed out as copies
+    origins: dict[int, int]  # by the id of an output, the id of the tensor that it is a copy of
+    # The copies that were handed out, by the ids of the tensors in the recorded run.
     copies: dict[int, Tensor] = field(default_factory=dict)
 
     def __call__(
