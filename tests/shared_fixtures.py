@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import io
 import linecache
@@ -151,8 +152,9 @@ def interrupted():
 
     It comes at the step-th line that is executed in those of hookline's modules whose names begin
     so. At the end of a `with` block tracing stops at its head once more, and at each `try:`, which
-    CPython covers by no handler, not even that of the block around it. No signal is ever handled
-    at either: an interrupt there would leave a lock held, as no real one does.
+    CPython covers by no handler, not even that of the block around it; nor does it cover the end of
+    an `except`. No signal is ever handled there: an interrupt would leave a lock held, or an
+    exception that is handled for ever, as no real one does.
     """
 
     def interrupted(step, modules, action):
@@ -161,7 +163,9 @@ def interrupted():
         def at_line(frame, event, arg):
             nonlocal count
             text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            count += event == "line" and not text.lstrip().startswith(("with ", "try:"))
+            is_covered = frame.f_code.co_code[frame.f_lasti] != dis.opmap["POP_EXCEPT"]
+            is_line = event == "line" and not text.lstrip().startswith(("with ", "try:"))
+            count += is_line and is_covered
             if count == step:
                 sys.settrace(before)
                 raise KeyboardInterrupt
