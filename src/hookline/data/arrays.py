@@ -25,21 +25,13 @@ _PIECE_BYTES = 8 * 1024**2
 
 
 class ArrayInFile(NamedTuple):
-    """The bytes of an array inside a file.
+    """The bytes of an array inside a file."""
 
-    Args:
-        path: the file.
-        offset: the first byte of the first element.
-        dtype: the dtype, as NumPy writes it.
-        shape: the shape.
-        strides: the bytes from one index to the next, for each dimension.
-    """
-
-    path: Path
-    offset: int
-    dtype: str
+    path: Path  # the file
+    offset: int  # the first byte of the first element
+    dtype: str  # the dtype, as NumPy writes it
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # the bytes from one index to the next, for each dimension
 
     @property
     def end(self) -> int:

@@ -22,32 +22,22 @@ _OF_A_DECODER = (_DECODER_MASK, "decoder_input_ids", "labels")
 @final
 @dataclass(frozen=True)
 class MaskOption:
-    """The option `mask=` of `hl.extract`.
+    """The option `mask=` of `hl.extract`."""
 
-    Args:
-        value: the key of the mask in a batch that is a dict; or a function that takes the batch
-            and returns a mask of shape (items, tokens) or a length for each item; or None.
-        is_given: whether the user gave it. A batch may lack the key by default.
-    """
-
+    # The key of the mask in a batch that is a dict; or a function that takes the batch and returns
+    # a mask of shape (items, tokens) or a length for each item; or None.
     value: str | Callable[[Any], Tensor] | None = DEFAULT_MASK
+    # Whether the user gave it. A batch may lack the key by default.
     is_given: bool = False
 
 
 class BatchAndInputs(NamedTuple):
-    """A batch, and what the model takes of it.
+    """A batch, and what the model takes of it."""
 
-    Args:
-        inputs: what the model takes: here keys are looked up first, because `inputs=` may cut.
-        batch: the batch, as a function `mask=` takes it.
-        n_items: how many items the batch has.
-        has_decoder: whether the model is an encoder and a decoder by its config.
-    """
-
-    inputs: Any
-    batch: Any
-    n_items: int
-    has_decoder: bool = False
+    inputs: Any  # what the model takes: here keys are looked up first, because `inputs=` may cut
+    batch: Any  # the batch, as a function `mask=` takes it
+    n_items: int  # how many items the batch has
+    has_decoder: bool = False  # whether the model is an encoder and a decoder by its config
 
     def get(self, key: str) -> Any:
         """Return the value of a key in the inputs or else in the batch; None if neither has it."""

@@ -12,19 +12,13 @@ OnError = Literal["raise", "skip"]
 
 
 class NumberedBatch(NamedTuple):
-    """The items of a data set that a model is run on at once.
+    """The items of a data set that a model is run on at once."""
 
-    Args:
-        number: the number of the batch, from 0.
-        items: the index of each item in the data set.
-        data: the items as one value: a tensor, a tuple, a dict, ... None if there are no items.
-        skipped: the items that are left out, each with the reason.
-    """
-
-    number: int
-    items: list[int]
+    number: int  # the number of the batch, from 0
+    items: list[int]  # the index of each item in the data set
+    # The items as one value: a tensor, a tuple, a dict, ... None if there are no items.
     data: Any
-    skipped: list[tuple[int, str]]
+    skipped: list[tuple[int, str]]  # the items that are left out, each with the reason
 
 
 class DataSource(ABC):
@@ -32,16 +26,11 @@ class DataSource(ABC):
 
     Batch k has the items from `k * batch_size` up to `(k + 1) * batch_size`, whichever batches
     were asked for before. Batches of an iterable are those that it gives.
-
-    Attributes:
-        batch_size: the items of a batch; 0 for an iterable, whose batches have their own sizes.
-        n_items: the number of items; None for an iterable.
-        names: the file name of each item; None where items are not files.
     """
 
-    batch_size: int
-    n_items: int | None = None
-    names: list[str] | None = None
+    batch_size: int  # the items of a batch; 0 for an iterable, whose batches have their own sizes
+    n_items: int | None = None  # the number of items; None for an iterable
+    names: list[str] | None = None  # the file name of each item; None where items are not files
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -64,24 +53,17 @@ class DataSource(ABC):
 
 
 class LoadOptions(NamedTuple):
-    """Set how items are loaded.
+    """Set how items are loaded."""
 
-    Args:
-        batch_size: items a batch; None for the loader's own, or 32.
-        workers: processes that load ahead of the model; 0 loads in this process.
-        on_error: "raise", or "skip" to leave out an item that fails to load and list the error.
-        preprocess: converts a picture to a tensor; for pictures only.
-        tokenize: for texts only: converts a list of texts to a dict of tensors, padded to one
-            length. Or a tokenizer of transformers: it pads to the longest text of the batch, and
-            cuts at `tokenizer.model_max_length`.
-        pin_memory: put batches in page-locked memory, from which a GPU copies faster.
-        skip_fix: says how to leave out items that fail.
-    """
-
-    batch_size: int | None = None
-    workers: int = 0
+    batch_size: int | None = None  # items a batch; None for the loader's own, or 32
+    workers: int = 0  # processes that load ahead of the model; 0 loads in this process
+    # "raise", or "skip" to leave out an item that fails to load and list the error.
     on_error: OnError = "raise"
-    preprocess: Preprocess | None = None
+    preprocess: Preprocess | None = None  # converts a picture to a tensor; for pictures only
+    # For texts only: converts a list of texts to a dict of tensors, padded to one length. Or a
+    # tokenizer of transformers: it pads to the longest text of the batch, and cuts at
+    # `tokenizer.model_max_length`.
     tokenize: Callable[[list[str]], Any] | None = None
-    pin_memory: bool = False
+    pin_memory: bool = False  # put batches in page-locked memory, from which a GPU copies faster
+    # Says how to leave out items that fail.
     skip_fix: str = "Leave out items that fail, and list them: on_error='skip', or --skip-errors."

@@ -28,13 +28,9 @@ class DataSetError(InputError):
 
 
 class Skip(NamedTuple):
-    """Stands for an item that cannot be run, such as an empty text: it is left out and listed.
+    """Stands for an item that cannot be run, such as an empty text: it is left out and listed."""
 
-    Args:
-        reason: why, for the list of skipped items.
-    """
-
-    reason: str
+    reason: str  # why, for the list of skipped items
 
 
 # The machine or the data set has failed, not the item: it is never skipped.
@@ -80,24 +76,16 @@ class Failure:
 @final
 @dataclass
 class RawBatch:
-    """A batch as it is loaded, before it is checked.
+    """A batch as it is loaded, before it is checked."""
 
-    Args:
-        number: the number of the batch.
-        items: the index of each item that was loaded.
-        data: the items as one value.
-        failures: the items that failed.
-        skipped: the items that are left out, each with the reason.
-        problem: the error of making one value of items that are well alone.
-        refusal: the message of an error of the whole data set, from a worker process.
-    """
-
-    number: int
-    items: list[int]
-    data: Any = None
-    failures: list[Failure] = field(default_factory=list)
+    number: int  # the number of the batch
+    items: list[int]  # the index of each item that was loaded
+    data: Any = None  # the items as one value
+    failures: list[Failure] = field(default_factory=list)  # the items that failed
+    # The items that are left out, each with the reason.
     skipped: list[tuple[int, str]] = field(default_factory=list)
-    problem: Failure | None = None
+    problem: Failure | None = None  # the error of making one value of items that are well alone
+    # The message of an error of the whole data set, from a worker process.
     refusal: str | None = None
 
     def pin_memory(self) -> RawBatch:
@@ -114,17 +102,11 @@ def _pin_if_dense(tensor: Tensor) -> Tensor:
 
 
 class Items(ABC):
-    """A data set whose items are found by their index.
+    """A data set whose items are found by their index."""
 
-    Attributes:
-        names: the file name of each item, or None.
-        fix: what to do where the items of a batch do not fit together.
-        may_draw_random: whether code that is not hookline's loads items, and may draw random
-            numbers.
-    """
-
-    names: list[str] | None = None
-    fix: str
+    names: list[str] | None = None  # the file name of each item, or None
+    fix: str  # what to do where the items of a batch do not fit together
+    # Whether code that is not hookline's loads items, and may draw random numbers.
     may_draw_random: bool = True
 
     @abstractmethod
@@ -223,19 +205,12 @@ class SingleItems(Items):
 @final
 @dataclass(eq=False)
 class _Batches(Dataset[RawBatch]):
-    """The data set whose items are batches.
-
-    Args:
-        items: the items.
-        n_items: how many there are, for the whole job: the length of a data set may change.
-        batch_size: the items of a batch.
-        pinned: whether the tensors will be put in page-locked memory by this process.
-    """
+    """The data set whose items are batches."""
 
     items: Items
-    n_items: int
-    batch_size: int
-    pinned: bool
+    n_items: int  # how many there are, for the whole job: the length of a data set may change
+    batch_size: int  # the items of a batch
+    pinned: bool  # whether the tensors will be put in page-locked memory by this process
 
     def __getitem__(self, number: int) -> RawBatch:
         start = number * self.batch_size

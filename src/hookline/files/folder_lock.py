@@ -36,19 +36,12 @@ _MOST_TRIES = 10  # each but the last removes the file of a process that has end
 
 
 class _Owner(NamedTuple):
-    """Name the process that holds a lock.
+    """Name the process that holds a lock."""
 
-    Args:
-        process: its number.
-        host: the name of its machine.
-        started: the time of its start, in ticks of the machine; empty if not known.
-        machine: the boot and the process namespace in which the number counts; else empty.
-    """
-
-    process: int
-    host: str
-    started: str
-    machine: str
+    process: int  # its number
+    host: str  # the name of its machine
+    started: str  # the time of its start, in ticks of the machine; empty if not known
+    machine: str  # the boot and the process namespace in which the number counts; else empty
 
     @staticmethod
     def here() -> _Owner:

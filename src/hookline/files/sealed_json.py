@@ -27,21 +27,13 @@ _HEAD_BYTES = 200  # the format and the checksum are within the first 200 bytes
 @final
 @dataclass(frozen=True)
 class FolderFormat:
-    """The format of a folder, which the first keys of its manifest name.
+    """The format of a folder, which the first keys of its manifest name."""
 
-    Args:
-        name: the format.
-        version: the version that is written and read.
-        kind: what such a folder is, for messages: "a store".
-        writer: the call that writes one.
-        again: how to make the folder again: "extract it again".
-    """
-
-    name: str
-    version: int
-    kind: str
-    writer: str
-    again: str
+    name: str  # the format
+    version: int  # the version that is written and read
+    kind: str  # what such a folder is, for messages: "a store"
+    writer: str  # the call that writes one
+    again: str  # how to make the folder again: "extract it again"
 
     def head(self) -> dict[str, Any]:
         """Return the first keys of a manifest."""

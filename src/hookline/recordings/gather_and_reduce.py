@@ -59,19 +59,12 @@ OPS = ("mean", "sum", "max", "min")
 @final
 @dataclass(frozen=True)
 class Collective:
-    """A look-up that all ranks of a group make together.
+    """A look-up that all ranks of a group make together."""
 
-    Args:
-        question: the look-up as code, for messages.
-        sites: the sites that this rank selected.
-        group: the process group; None means all ranks.
-        timeout: the time that ranks wait for one another, in seconds.
-    """
-
-    question: str
-    sites: tuple[Site, ...]
-    group: Any
-    timeout: float
+    question: str  # the look-up as code, for messages
+    sites: tuple[Site, ...]  # the sites that this rank selected
+    group: Any  # the process group; None means all ranks
+    timeout: float  # the time that ranks wait for one another, in seconds
 
     @property
     def ranks(self) -> list[int]:

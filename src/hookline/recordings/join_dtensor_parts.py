@@ -34,23 +34,17 @@ _N_FIELDS = {"replicate": 1, "shard": 2, "strided": 3, "partial": 2, "unknown": 
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Locate one rank's part in the whole of a DTensor.
+    """Locate one rank's part in the whole of a DTensor."""
 
-    Args:
-        shape: the shape of the whole tensor.
-        mesh: the number of ranks along each dimension of the mesh.
-        names: the names of these dimensions; empty if they have none.
-        first: the first rank of the mesh. It tells apart meshes of one shape.
-        at: the coordinates of the rank in the mesh; empty if the rank lies outside of it.
-        placements: for each dimension of the mesh `("shard", dim)`, `("strided", dim, pieces)`,
-            `("replicate",)`, `("partial", op)` or `("unknown", text)`.
-    """
-
-    shape: tuple[int, ...]
-    mesh: tuple[int, ...]
-    names: tuple[str, ...]
+    shape: tuple[int, ...]  # the shape of the whole tensor
+    mesh: tuple[int, ...]  # the number of ranks along each dimension of the mesh
+    names: tuple[str, ...]  # the names of these dimensions; empty if they have none
+    # The first rank of the mesh. It tells apart meshes of one shape.
     first: int
+    # The coordinates of the rank in the mesh; empty if the rank lies outside of it.
     at: tuple[int, ...]
+    # For each dimension of the mesh `("shard", dim)`, `("strided", dim, pieces)`, `("replicate",)`,
+    # `("partial", op)` or `("unknown", text)`.
     placements: tuple[tuple[Any, ...], ...]
 
     @classmethod

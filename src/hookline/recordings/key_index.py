@@ -29,22 +29,14 @@ _MOST_COMPARED = 200
 
 
 class Lookup(NamedTuple):
-    """A parsed key.
+    """A parsed key."""
 
-    Args:
-        number: the index of the recorded site.
-        site: the site as the key writes it.
-        leaf: the path from the recorded value to the leaf of the key.
-        call: the call in the key; None means every recorded call.
-        pass_number: the pass in the key, or None.
-        backward: the index, within its pass, of the backward pass in the key, or None.
-    """
-
-    number: int
-    site: Site
-    leaf: tuple[str | int, ...] = ()
-    call: int | None = None
-    pass_number: int | None = None
+    number: int  # the index of the recorded site
+    site: Site  # the site as the key writes it
+    leaf: tuple[str | int, ...] = ()  # the path from the recorded value to the leaf of the key
+    call: int | None = None  # the call in the key; None means every recorded call
+    pass_number: int | None = None  # the pass in the key, or None
+    # The index, within its pass, of the backward pass in the key, or None.
     backward: int | None = None
 
     def __str__(self) -> str:

@@ -19,23 +19,19 @@ class Entry(NamedTuple):
     """One value of one pass.
 
     During recording, taps append plain tuples of the first fields, which are cheaper.
-
-    Args:
-        site: the index of the site.
-        value: the value, a `Stored` value in a folder, or `PartialGradients`.
-        stamp: the version stamp by which `is_unchanged` sees later changes. A
-            lone tensor that is not copied has its bare version. None for one that cannot change.
-        call: for a gradient, the call of the value that it belongs to. Other entries of a site
-            are numbered in order.
-        backward: for a gradient, the autograd run that produced it; None if there was none.
-        weight: for a parameter's gradient, the norm of the parameter at that moment.
     """
 
-    site: int
-    value: Any
+    site: int  # the index of the site
+    value: Any  # the value, a `Stored` value in a folder, or `PartialGradients`
+    # The version stamp by which `is_unchanged` sees later changes. A lone tensor that is not copied
+    # has its bare version. None for one that cannot change.
     stamp: Any = None
+    # For a gradient, the call of the value that it belongs to. Other entries of a site are numbered
+    # in order.
     call: int | None = None
+    # For a gradient, the autograd run that produced it; None if there was none.
     backward: int | None = None
+    # For a parameter's gradient, the norm of the parameter at that moment.
     weight: Tensor | float | None = None
 
 
@@ -50,27 +46,19 @@ def stamp(value: Any) -> tuple[int | None, ...]:
 @final
 @dataclass(slots=True, eq=False)
 class StampWithCopies:
-    """The stamp of a value that is kept with its graph and whose versions do not show all writes.
+    """The stamp of a value that is kept with its graph, whose versions do not show all writes."""
 
-    Args:
-        versions: the usual stamp.
-        copies: each tensor whose version does not show all writes, with a copy of it.
-    """
-
-    versions: Any
+    versions: Any  # the usual stamp
+    # Each tensor whose version does not show all writes, with a copy of it.
     copies: list[tuple[Tensor, Tensor]]
 
 
 @final
 @dataclass(slots=True, eq=False)
 class UndetectableStamp:
-    """The stamp of a value that cannot be copied and whose changes cannot be detected.
+    """The stamp of a value that cannot be copied and whose changes cannot be detected."""
 
-    Args:
-        kind: the type of the object that holds its tensors.
-    """
-
-    kind: str
+    kind: str  # the type of the object that holds its tensors
 
 
 def is_unchanged(tensors: Sequence[Tensor], old_stamp: Any) -> bool:
@@ -137,20 +125,13 @@ class PassContents(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a recording's folder, as plain data.
+    """The contents of a recording's folder, as plain data."""
 
-    Args:
-        report: the line's report.
-        sites: the selected sites.
-        passes: the passes.
-        lost: the parts of values that could not be saved, as "site: description".
-        modules: the type name of each module of the model, by its path.
-        model: the identity of the model; None if it is not known.
-    """
-
-    report: Report
-    sites: tuple[Site, ...]
+    report: Report  # the line's report
+    sites: tuple[Site, ...]  # the selected sites
     passes: list[PassContents]
+    # The parts of values that could not be saved, as "site: description".
     lost: list[str] = field(default_factory=list)
+    # The type name of each module of the model, by its path.
     modules: Mapping[str, str] = field(default_factory=dict)
-    model: RecordedModel | None = None
+    model: RecordedModel | None = None  # the identity of the model; None if it is not known

@@ -39,33 +39,25 @@ _Measurement = TypeVar("_Measurement")
 @final
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference between two values, relative to the second, over elements finite in both.
+    """The difference between two values, relative to the second, over elements finite in both."""
 
-    Attributes:
-        relative: the L2 norm of the difference over that of the second value; infinite if the
-            second value is zero and the first is not.
-        norm_ratio: the L2 norm of the first value over that of the second; 1 if both are zero.
-        worst_row: the largest L2 norm of the difference of a row, a vector along the last
-            dimension, over that of the second value's row. Rows below the mean norm are measured
-            by the mean.
-        worst_element: the largest difference of an element over the second value's element.
-            Elements below the root mean square are measured by it.
-        row: the number of the worst row, with the leading dimensions flattened.
-        element: the index of the worst element.
-        numel: the number of elements.
-        n_unequal: the number of elements that are not equal.
-        problem: the reason why the values cannot be compared: other shapes, or elements that are
-            NaN or infinite in one value only. Otherwise empty.
-    """
-
+    # The L2 norm of the difference over that of the second value; infinite if the second value is
+    # zero and the first is not.
     relative: float = math.inf
+    # The L2 norm of the first value over that of the second; 1 if both are zero.
     norm_ratio: float = math.nan
+    # The largest L2 norm of the difference of a row, a vector along the last dimension, over that
+    # of the second value's row. Rows below the mean norm are measured by the mean.
     worst_row: float = math.inf
+    # The largest difference of an element over the second value's element. Elements below the root
+    # mean square are measured by it.
     worst_element: float = math.inf
-    row: int = 0
-    element: tuple[int, ...] = ()
-    numel: int = 0
-    n_unequal: int = 0
+    row: int = 0  # the number of the worst row, with the leading dimensions flattened
+    element: tuple[int, ...] = ()  # the index of the worst element
+    numel: int = 0  # the number of elements
+    n_unequal: int = 0  # the number of elements that are not equal
+    # The reason why the values cannot be compared: other shapes, or elements that are NaN or
+    # infinite in one value only. Otherwise empty.
     problem: str = ""
 
     @property

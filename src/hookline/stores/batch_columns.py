@@ -20,19 +20,13 @@ from hookline.stores.shard_file import METADATA, OWN, ColumnForm
 @final
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a batch.
+    """The tokens of a batch."""
 
-    Args:
-        mask: whether each token counts, as a bool tensor of shape (items, longest item).
-        lengths: how many tokens each item has.
-        ids: the id of each token that counts; None where the batch has none.
-        rival: the key of other tokens of the batch, of the same shape: those of a decoder. None
-            where the mask is clear.
-    """
-
-    mask: Tensor
-    lengths: list[int]
-    ids: Tensor | None
+    mask: Tensor  # whether each token counts, as a bool tensor of shape (items, longest item)
+    lengths: list[int]  # how many tokens each item has
+    ids: Tensor | None  # the id of each token that counts; None where the batch has none
+    # The key of other tokens of the batch, of the same shape: those of a decoder. None where the
+    # mask is clear.
     rival: str | None = None
 
 

@@ -37,16 +37,11 @@ _WIDENED = frozenset({
 
 
 class ExportedColumns(NamedTuple):
-    """Hold the columns to export.
-
-    Args:
-        columns: the columns.
-        n_items: the number of items.
-        texts: columns of a text for each item, by name. Only tables have them.
-    """
+    """Hold the columns to export."""
 
     columns: Sequence[Column]
-    n_items: int
+    n_items: int  # the number of items
+    # Columns of a text for each item, by name. Only tables have them.
     texts: Mapping[str, NDArray[Any]]
 
 

@@ -30,17 +30,11 @@ _INTEGERS_ELSEWHERE = 0.5
 
 
 class ComputePrecision(NamedTuple):
-    """Describe the rounding of a model's operations.
+    """Describe the rounding of a model's operations."""
 
-    Args:
-        device: the type of its device.
-        rounding: the relative rounding of its coarsest dtype.
-        is_split: tensor parallelism adds the numbers in another order than one process does.
-    """
-
-    device: str
-    rounding: float
-    is_split: bool
+    device: str  # the type of its device
+    rounding: float  # the relative rounding of its coarsest dtype
+    is_split: bool  # tensor parallelism adds the numbers in another order than one process does
 
     @staticmethod
     def of(device: str, dtypes: Iterable[torch.dtype], *, is_split: bool) -> ComputePrecision:
@@ -55,15 +49,10 @@ class ComputePrecision(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Describe the difference of the values of two first batches.
+    """Describe the difference of the values of two first batches."""
 
-    Args:
-        far: a text for each column whose values differ by more than rounding.
-        near: a text for each column whose values differ by rounding alone.
-    """
-
-    far: list[str]
-    near: list[str]
+    far: list[str]  # a text for each column whose values differ by more than rounding
+    near: list[str]  # a text for each column whose values differ by rounding alone
 
 
 def summary_of(columns: Mapping[str, Tensor], precision: ComputePrecision) -> dict[str, Any]:

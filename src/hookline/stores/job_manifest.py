@@ -41,28 +41,17 @@ _REMEDY = "Make it again from the shards: hookline store repair"
 @final
 @dataclass(frozen=True)
 class Job:
-    """Describe what a store holds, in terms that another process can compare.
+    """Describe what a store holds, in terms that another process can compare."""
 
-    Args:
-        model: the model's type, structure and weights, as fingerprints.
-        sites: the sites, as they are written.
-        options: what is kept of each value: `keep`, `dtype`, `mask`, `inputs`.
-        data: the identity of the data, its first batch included.
-        batch_size: the items of a batch.
-        n_items: the items in all; None for data without a length.
-        shard_batches: the batches of a shard.
-        columns: the form of each column.
-        first_batch: the values of the first batch in a few numbers; None if it did not run.
-    """
-
-    model: Mapping[str, Any]
-    sites: Sequence[str]
-    options: Mapping[str, Any]
-    data: Mapping[str, Any]
-    batch_size: int
-    n_items: int | None
-    shard_batches: int = 0
-    columns: Sequence[ColumnForm] = field(default_factory=tuple)
+    model: Mapping[str, Any]  # the model's type, structure and weights, as fingerprints
+    sites: Sequence[str]  # the sites, as they are written
+    options: Mapping[str, Any]  # what is kept of each value: `keep`, `dtype`, `mask`, `inputs`
+    data: Mapping[str, Any]  # the identity of the data, its first batch included
+    batch_size: int  # the items of a batch
+    n_items: int | None  # the items in all; None for data without a length
+    shard_batches: int = 0  # the batches of a shard
+    columns: Sequence[ColumnForm] = field(default_factory=tuple)  # the form of each column
+    # The values of the first batch in a few numbers; None if it did not run.
     first_batch: Mapping[str, Any] | None = None
 
     @property

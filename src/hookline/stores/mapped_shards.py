@@ -41,15 +41,10 @@ _LISTS = ("places", "numbers", "sizes", "seals", "n_items", "n_rows")  # with an
 
 
 class MappedRows(NamedTuple):
-    """A column's rows in a shard.
+    """A column's rows in a shard."""
 
-    Args:
-        array: the rows.
-        address: where they begin in the memory of this process.
-    """
-
-    array: NDArray[Any]
-    address: int
+    array: NDArray[Any]  # the rows
+    address: int  # where they begin in the memory of this process
 
 
 class _OpenShard(NamedTuple):
@@ -61,17 +56,11 @@ class _OpenShard(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Hold the number of each shard's first item or row, and of the first one after it.
+    """Hold the number of each shard's first item or row, and of the first one after it."""
 
-    Args:
-        starts: the first of each shard, and the length.
-        stops: the first after each shard.
-        stop_array: the same as an array.
-    """
-
-    starts: list[int]
-    stops: list[int]
-    stop_array: NDArray[np.int64]
+    starts: list[int]  # the first of each shard, and the length
+    stops: list[int]  # the first after each shard
+    stop_array: NDArray[np.int64]  # the same as an array
 
     @classmethod
     def of(cls, sizes: list[int]) -> Bounds:

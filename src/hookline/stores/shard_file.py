@@ -54,19 +54,12 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16}
 @final
 @dataclass(frozen=True)
 class ColumnForm:
-    """The form of a column.
+    """The form of a column."""
 
-    Args:
-        name: the site, as it is written, or one of the store's own columns.
-        dtype: the name of its dtype, as safetensors writes it.
-        shape: the shape of one row.
-        per: whether an item has one row, or each of its tokens has.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    per: Literal["item", "token"]
+    name: str  # the site, as it is written, or one of the store's own columns
+    dtype: str  # the name of its dtype, as safetensors writes it
+    shape: tuple[int, ...]  # the shape of one row
+    per: Literal["item", "token"]  # whether an item has one row, or each of its tokens has
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {self.dtype} an {self.per}"
@@ -87,71 +80,45 @@ class ColumnForm:
 
 
 class Chunk(NamedTuple):
-    """The rows of one batch.
+    """The rows of one batch."""
 
-    Args:
-        batch: the number of the batch.
-        items: the index of each item in the data set.
-        columns: for each site a contiguous CPU tensor, of a row an item or a row a token.
-        lengths: the number of tokens of each item; None for rows an item alone.
-        tokens: the id of each token; None where the data has none.
-        skipped: the items that failed to load, each with its error.
-    """
-
-    batch: int
-    items: Sequence[int]
+    batch: int  # the number of the batch
+    items: Sequence[int]  # the index of each item in the data set
+    # For each site a contiguous CPU tensor, of a row an item or a row a token.
     columns: Mapping[str, Tensor]
+    # The number of tokens of each item; None for rows an item alone.
     lengths: Sequence[int] | None = None
-    tokens: Tensor | None = None
-    skipped: Sequence[tuple[int, str]] = ()
+    tokens: Tensor | None = None  # the id of each token; None where the data has none
+    skipped: Sequence[tuple[int, str]] = ()  # the items that failed to load, each with its error
 
 
 class Span(NamedTuple):
-    """The place of a column in a shard's file.
+    """The place of a column in a shard's file."""
 
-    Args:
-        dtype: the name of the dtype, as safetensors writes it.
-        shape: its shape; the first size is the number of rows.
-        start: the first byte in the file.
-        stop: the byte after the last.
-        sum: the checksum of the bytes between.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    sum: str
+    dtype: str  # the name of the dtype, as safetensors writes it
+    shape: tuple[int, ...]  # its shape; the first size is the number of rows
+    start: int  # the first byte in the file
+    stop: int  # the byte after the last
+    sum: str  # the checksum of the bytes between
 
 
 @final
 @dataclass(frozen=True)
 class Shard:
-    """The description of a shard.
+    """The description of a shard."""
 
-    Args:
-        number: counts from 0.
-        batches: the first batch, and the one after the last.
-        items: how many items it holds.
-        rows: how many tokens it holds; the number of items where rows are items.
-        size: the bytes of its file.
-        seal: the checksum of its header.
-        spans: the place of each column.
-        statistics: the moments of each column; of complex numbers those of the magnitude.
-        skipped: the items that failed to load, each with its error.
-        job: the digest of the job that it is of; empty for one that is not known.
-    """
-
-    number: int
-    batches: tuple[int, int]
-    items: int
-    rows: int
-    size: int
-    seal: str
-    spans: Mapping[str, Span]
+    number: int  # counts from 0
+    batches: tuple[int, int]  # the first batch, and the one after the last
+    items: int  # how many items it holds
+    rows: int  # how many tokens it holds; the number of items where rows are items
+    size: int  # the bytes of its file
+    seal: str  # the checksum of its header
+    spans: Mapping[str, Span]  # the place of each column
+    # The moments of each column; of complex numbers those of the magnitude.
     statistics: Mapping[str, Moments]
+    # The items that failed to load, each with its error.
     skipped: list[tuple[int, str]] = field(default_factory=list)
-    job: str = ""
+    job: str = ""  # the digest of the job that it is of; empty for one that is not known
 
 
 def name_of(number: int) -> str:

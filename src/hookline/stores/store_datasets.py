@@ -76,18 +76,12 @@ class StoreDataset(Dataset[Any]):
 
 
 class Shuffle(NamedTuple):
-    """Set how rows are shuffled.
+    """Set how rows are shuffled."""
 
-    Args:
-        batch_size: the rows of a batch; None for single rows.
-        seed: equal seeds give equal orders.
-        shards: the shards whose rows are mixed.
-        drop_last: whether a last batch that is shorter is left out; then ranks have equally many.
-    """
-
-    batch_size: int | None
-    seed: int
-    shards: int
+    batch_size: int | None  # the rows of a batch; None for single rows
+    seed: int  # equal seeds give equal orders
+    shards: int  # the shards whose rows are mixed
+    # Whether a last batch that is shorter is left out; then ranks have equally many.
     drop_last: bool
 
 

@@ -243,21 +243,14 @@ class _TaskResult:
 @final
 @dataclass(frozen=True)
 class _ProcessState:
-    """Hold what an actor takes over from the driver.
+    """Hold what an actor takes over from the driver."""
 
-    Args:
-        n_threads: the threads of torch: as many, for equal bits.
-        path: where modules are found, such as that of the model's class.
-        has_torchvision: whether torchvision is loaded. Models of other packages import it.
-        autocast: of each kind of device.
-        precision: of products of float32 matrices.
-    """
-
-    n_threads: int
-    path: list[str]
+    n_threads: int  # the threads of torch: as many, for equal bits
+    path: list[str]  # where modules are found, such as that of the model's class
+    # Whether torchvision is loaded. Models of other packages import it.
     has_torchvision: bool
-    autocast: Autocast
-    precision: str
+    autocast: Autocast  # of each kind of device
+    precision: str  # of products of float32 matrices
 
     @staticmethod
     def of_this_process() -> _ProcessState:
