@@ -17,15 +17,10 @@ from hookline.errors import InputError, NotRecordedError
 
 
 class Logged(NamedTuple):
-    """Hold one of the user's own numbers, by step.
+    """Hold one of the user's own numbers, by step."""
 
-    Args:
-        steps: the numbers of the steps, int64, shape `(steps,)`, ascending.
-        values: the number at each of these steps, float64, shape `(steps,)`.
-    """
-
-    steps: NDArray[np.int64]
-    values: NDArray[np.float64]
+    steps: NDArray[np.int64]  # the numbers of the steps, int64, shape `(steps,)`, ascending
+    values: NDArray[np.float64]  # the number at each of these steps, float64, shape `(steps,)`
 
 
 class LoggedByName(dict[str, Logged]):

@@ -41,34 +41,23 @@ def are_values(slots: NDArray[Any]) -> NDArray[np.bool_]:
 @final
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The slots of one statistic at one site.
+    """The slots of one statistic at one site."""
 
-    Args:
-        site: the site, as hookline writes it.
-        statistic: the index of the statistic in the layout.
-        width: the number of slots.
-        ranks: the ranks whose slots count in the merged numbers. None counts every rank; a
-            parameter of which each rank holds a copy counts once.
-    """
-
-    site: str
-    statistic: int
-    width: int
+    site: str  # the site, as hookline writes it
+    statistic: int  # the index of the statistic in the layout
+    width: int  # the number of slots
+    # The ranks whose slots count in the merged numbers. None counts every rank; a parameter of
+    # which each rank holds a copy counts once.
     ranks: tuple[int, ...] | None = None
 
 
 @final
 @dataclass(frozen=True)
 class Layout:
-    """The entries of a report, one after the other in its slots.
+    """The entries of a report, one after the other in its slots."""
 
-    Args:
-        statistics: the statistics of all sites.
-        entries: the entries, in registration order of their sites.
-    """
-
-    statistics: tuple[Statistic[Any], ...]
-    entries: tuple[Entry, ...]
+    statistics: tuple[Statistic[Any], ...]  # the statistics of all sites
+    entries: tuple[Entry, ...]  # the entries, in registration order of their sites
 
     _told: set[int] = field(default_factory=set, compare=False, repr=False)
 

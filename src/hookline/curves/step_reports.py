@@ -25,25 +25,19 @@ LOGGED = "logged"  # stands for the site of the user's own numbers
 @final
 @dataclass(frozen=True)
 class StepReport:
-    """Hold the slots of all sites at one step, and the user's own numbers of this step.
+    """Hold the slots of all sites at one step, and the user's own numbers of this step."""
 
-    Args:
-        step: the number of the step.
-        seconds: when it ended, in seconds since the epoch.
-        layout: what the slots are.
-        slots: the slots of each rank, float64, of shape [ranks, width]; of one rank where the ranks
-            did not meet.
-        order: the rank of each site of the layout, from 0, shape `(sites,)`. Sites are ranked by
-            the time of their first value in the step. The order of sites of equal rank is not
-            known. `NO_TURN` stands for no value. None if no order is known.
-        logged: the user's own numbers by name, from `Curves.log`.
-    """
-
-    step: int
-    seconds: float
-    layout: Layout
+    step: int  # the number of the step
+    seconds: float  # when it ended, in seconds since the epoch
+    layout: Layout  # what the slots are
+    # The slots of each rank, float64, of shape [ranks, width]; of one rank where the ranks did not
+    # meet.
     slots: NDArray[Any]
+    # The rank of each site of the layout, from 0, shape `(sites,)`. Sites are ranked by the time of
+    # their first value in the step. The order of sites of equal rank is not known. `NO_TURN` stands
+    # for no value. None if no order is known.
     order: NDArray[np.int32] | None = None
+    # The user's own numbers by name, from `Curves.log`.
     logged: Mapping[str, float] = field(default_factory=dict)
     # The numbers of all ranks, for several writers; made by the first and forgotten after the last.
     _numbers: dict[tuple[str, str], float] = field(default_factory=dict, compare=False, repr=False)
@@ -154,17 +148,11 @@ _NOTHING = Layout((), ())
 
 
 class ReportSource(Protocol):
-    """Give reports, whose number may grow while they are read.
+    """Give reports, whose number may grow while they are read."""
 
-    Attributes:
-        model: the identity of the model; None if it is not known.
-        has_ended: whether the monitor has ended; False of one that goes on or was killed.
-        version: a text that is another one once the reports are those of another monitor.
-    """
-
-    model: RecordedModel | None
-    has_ended: bool
-    version: str
+    model: RecordedModel | None  # the identity of the model; None if it is not known
+    has_ended: bool  # whether the monitor has ended; False of one that goes on or was killed
+    version: str  # a text that is another one once the reports are those of another monitor
 
     def read(self) -> Sequence[StepReport]:
         """Return the reports of measured steps so far, in order."""

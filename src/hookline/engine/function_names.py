@@ -56,15 +56,10 @@ def is_attribute(name: str) -> bool:
 
 
 class ArgumentNames(NamedTuple):
-    """The names of a function's positional arguments.
+    """The names of a function's positional arguments."""
 
-    Attributes:
-        names: the arguments that take one value each.
-        rest: the argument that takes all further values, `*rest`; None without one.
-    """
-
-    names: tuple[str, ...]
-    rest: str | None
+    names: tuple[str, ...]  # the arguments that take one value each
+    rest: str | None  # the argument that takes all further values, `*rest`; None without one
 
 
 def argument_names(function: Function) -> ArgumentNames:

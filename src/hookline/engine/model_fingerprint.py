@@ -213,32 +213,28 @@ class RecordedModel:
     Two recordings with equal fingerprints were saved with the same model. If the fingerprints
     differ, `structure`, `weights` and `code` show the part that differs. Hooks, edits, attributes
     of the modules, and functions that `forward` calls do not count.
-
-    Attributes:
-        type: the name of the model's class, with its module.
-        structure: a fingerprint of the class and the `extra_repr` of each module.
-        weights: a fingerprint of parameters and buffers, with their names, shapes and dtypes. In a
-            distributed job, of this rank's part. Of a tensor of more than 1 MiB, 64 evenly spaced
-            blocks of 16 KiB are read.
-        code: a fingerprint of the code of the modules' classes, torch's own left out. It depends on
-            the version of Python.
-        versions: the versions of hookline, Python and torch, and of timm, torchvision and
-            transformers where they were imported.
-        device: the devices of the model; empty if an older hookline wrote the folder.
-        flags: torch's settings that change numbers, as they were when the model was identified.
-        modules: the class and arguments of each module, by its path, as `print(model)` writes them;
-            empty if an older hookline wrote the folder.
-        sharded: True if a parameter or buffer was a DTensor, so that `weights` are of a part.
     """
 
-    type: str
-    structure: str
+    type: str  # the name of the model's class, with its module
+    structure: str  # a fingerprint of the class and the `extra_repr` of each module
+    # A fingerprint of parameters and buffers, with their names, shapes and dtypes. In a distributed
+    # job, of this rank's part. Of a tensor of more than 1 MiB, 64 evenly spaced blocks of 16 KiB
+    # are read.
     weights: str
+    # A fingerprint of the code of the modules' classes, torch's own left out. It depends on the
+    # version of Python.
     code: str
+    # The versions of hookline, Python and torch, and of timm, torchvision and transformers where
+    # they were imported.
     versions: dict[str, str]
+    # The devices of the model; empty if an older hookline wrote the folder.
     device: str = field(default="", compare=False)
+    # Torch's settings that change numbers, as they were when the model was identified.
     flags: dict[str, str] = field(default_factory=dict, compare=False)
+    # The class and arguments of each module, by its path, as `print(model)` writes them; empty if
+    # an older hookline wrote the folder.
     modules: dict[str, str] = field(default_factory=dict, compare=False)
+    # True if a parameter or buffer was a DTensor, so that `weights` are of a part.
     sharded: bool = field(default=False, compare=False)
 
     @property

@@ -21,22 +21,17 @@ _KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 @final
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of the values of a recording, a store or a run.
+    """The origin of the values of a recording, a store or a run."""
 
-    Attributes:
-        versions: the versions of hookline, Python, torch, and of timm, torchvision and transformers
-            where they were imported.
-        device: the devices of the model, with the name of a GPU; empty in folders that do not
-            tell.
-        fingerprint: a fingerprint of the model; empty in folders that do not tell.
-        flags: torch's settings that change numbers, as texts: the seed, the precision of float32
-            products, deterministic algorithms, and the kernels of attention that may be chosen.
-            What a pass ran under is `run.passes[0].settings`.
-    """
-
+    # The versions of hookline, Python, torch, and of timm, torchvision and transformers where they
+    # were imported.
     versions: Mapping[str, str] = field(default_factory=dict)
+    # The devices of the model, with the name of a GPU; empty in folders that do not tell.
     device: str = ""
-    fingerprint: str = ""
+    fingerprint: str = ""  # a fingerprint of the model; empty in folders that do not tell
+    # Torch's settings that change numbers, as texts: the seed, the precision of float32 products,
+    # deterministic algorithms, and the kernels of attention that may be chosen. What a pass ran
+    # under is `run.passes[0].settings`.
     flags: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

@@ -27,24 +27,18 @@ _OF_CUDNN = re.compile(r"Conv(Transpose)?[123]d|^(RNN|LSTM|GRU)$")
 @final
 @dataclass(frozen=True)
 class Settings:
-    """The settings of torch under which a pass ran.
+    """The settings of torch under which a pass ran."""
 
-    Attributes:
-        training: whether the model was in training mode, by the path of a module; modules that are
-            not listed were in the mode of the module around them. The root's path is empty.
-        autocast: the dtype of autocast by the type of device; empty where autocast was off.
-        grad: "on", "off" (`torch.no_grad`) or "inference" (`torch.inference_mode`).
-        seed: the seed of torch's generator on the CPU (`torch.initial_seed()`).
-        precision: how products of float32 were computed, such as "tf32", by the library.
-        deterministic: whether `torch.use_deterministic_algorithms` was on.
-    """
-
+    # Whether the model was in training mode, by the path of a module; modules that are not listed
+    # were in the mode of the module around them. The root's path is empty.
     training: Mapping[str, bool]
+    # The dtype of autocast by the type of device; empty where autocast was off.
     autocast: Mapping[str, str]
-    grad: str
-    seed: int
+    grad: str  # "on", "off" (`torch.no_grad`) or "inference" (`torch.inference_mode`)
+    seed: int  # the seed of torch's generator on the CPU (`torch.initial_seed()`)
+    # How products of float32 were computed, such as "tf32", by the library.
     precision: Mapping[str, str]
-    deterministic: bool
+    deterministic: bool  # whether `torch.use_deterministic_algorithms` was on
 
     def is_training(self, path: str) -> bool:
         """Tell whether a module was in training mode."""
@@ -84,14 +78,10 @@ class Settings:
 
 
 class NotedSettings(NamedTuple):
-    """Hold what a pass reads, in little time; `settings_of` makes settings of it.
+    """Hold what a pass reads, in little time; `settings_of` makes settings of it."""
 
-    Args:
-        paths: the path of each module.
-        state: the modes of the modules, and the states of torch in the order of `SettingsReader`.
-    """
-
-    paths: Collection[str]
+    paths: Collection[str]  # the path of each module
+    # The modes of the modules, and the states of torch in the order of `SettingsReader`.
     state: tuple[Any, ...]
 
 

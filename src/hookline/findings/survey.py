@@ -28,18 +28,14 @@ _NORMS = re.compile(r"Norm")
 @final
 @dataclass(frozen=True)
 class Survey:
-    """The readings of one pass in firing order, gradients in the order of the backward.
+    """The readings of one pass in firing order, gradients in the order of the backward."""
 
-    Args:
-        readings: the readings.
-        modules: the type of each module of the model by path; empty if it is not known.
-        silent: the reason for each site that was selected and has no value, as path, port, reason.
-        aliases: the other paths of modules that are registered several times, by path.
-    """
-
-    readings: Sequence[Reading]
+    readings: Sequence[Reading]  # the readings
+    # The type of each module of the model by path; empty if it is not known.
     modules: Mapping[str, str] = field(default_factory=dict)
+    # The reason for each site that was selected and has no value, as path, port, reason.
     silent: Sequence[tuple[str, str, str]] = ()
+    # The other paths of modules that are registered several times, by path.
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @functools.cached_property

@@ -27,47 +27,32 @@ _SUM_ERROR = 0.02
 @final
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The numbers of one tensor.
+    """The numbers of one tensor."""
 
-    Args:
-        shape: its shape.
-        dtype: its dtype.
-        numel: the number of elements.
-        n_nan: the number of NaNs.
-        n_inf: the number of positive infinities.
-        n_masked: the number of elements that stand for minus infinity: -inf, or close to the
-            least number of the dtype. Masks are made of them.
-        mean: the mean of the other elements; NaN without any, as for the numbers below.
-        std: their standard deviation.
-        spread: the same by the quartiles of a sample, which single outliers do not change.
-        low: their least.
-        high: their greatest.
-        zeros: the number of elements that are exactly zero; 0 also if a sample has none.
-        dead: the indices of the channels that are all zero, if some are and others are not.
-        n_channels: the number of channels.
-        per_channel: the number of elements of a channel.
-        saturated: of attention weights the share of rows in which one key has all the weight; None
-            for other values.
-        digest: equal for tensors of equal numbers.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    numel: int
-    n_nan: int = 0
-    n_inf: int = 0
+    shape: tuple[int, ...]  # its shape
+    dtype: torch.dtype  # its dtype
+    numel: int  # the number of elements
+    n_nan: int = 0  # the number of NaNs
+    n_inf: int = 0  # the number of positive infinities
+    # The number of elements that stand for minus infinity: -inf, or close to the least number of
+    # the dtype. Masks are made of them.
     n_masked: int = 0
+    # The mean of the other elements; NaN without any, as for the numbers below.
     mean: float = math.nan
-    std: float = math.nan
+    std: float = math.nan  # their standard deviation
+    # The same by the quartiles of a sample, which single outliers do not change.
     spread: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    zeros: int = 0
+    low: float = math.nan  # their least
+    high: float = math.nan  # their greatest
+    zeros: int = 0  # the number of elements that are exactly zero; 0 also if a sample has none
+    # The indices of the channels that are all zero, if some are and others are not.
     dead: tuple[int, ...] = ()
-    n_channels: int = 0
-    per_channel: int = 0
+    n_channels: int = 0  # the number of channels
+    per_channel: int = 0  # the number of elements of a channel
+    # Of attention weights the share of rows in which one key has all the weight; None for other
+    # values.
     saturated: float | None = None
-    digest: int = 0
+    digest: int = 0  # equal for tensors of equal numbers
 
     @property
     def n_bad(self) -> int:
@@ -88,25 +73,15 @@ class Numbers:
 @final
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One tensor of a run in firing order, with its numbers.
+    """One tensor of a run in firing order, with its numbers."""
 
-    Args:
-        site: the site as in a look-up, with the leaf.
-        path: the path of the module or parameter.
-        port: the port.
-        leaf: the leaf as text.
-        module_type: the class of the module.
-        call: the number of the module's call in the pass.
-        numbers: the numbers.
-    """
-
-    site: str
-    path: str
-    port: str
-    leaf: str
-    module_type: str
-    call: int
-    numbers: Numbers
+    site: str  # the site as in a look-up, with the leaf
+    path: str  # the path of the module or parameter
+    port: str  # the port
+    leaf: str  # the leaf as text
+    module_type: str  # the class of the module
+    call: int  # the number of the module's call in the pass
+    numbers: Numbers  # the numbers
 
     @property
     def is_floating(self) -> bool:

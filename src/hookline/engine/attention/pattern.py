@@ -34,15 +34,10 @@ class KernelArguments(NamedTuple):
 @final
 @dataclass(slots=True)
 class QueryBlocks:
-    """The scores or the pattern of a long text, computed in blocks of queries when iterated over.
+    """The scores or the pattern of a long text, in blocks of queries as it is iterated over."""
 
-    Args:
-        given: the arguments of the call.
-        is_pattern: whether the blocks are of the pattern, and not of the scores.
-    """
-
-    given: KernelArguments
-    is_pattern: bool
+    given: KernelArguments  # the arguments of the call
+    is_pattern: bool  # whether the blocks are of the pattern, and not of the scores
 
     @property
     def shape(self) -> torch.Size:

@@ -22,17 +22,11 @@ from hookline.engine.taps.base import Tap
 @final
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class CallHooks:
-    """The hooks that one call on a line registered; the line holds this object.
+    """The hooks that one call on a line registered; the line holds this object."""
 
-    Args:
-        registrations: the line's registrations.
-        attached: all attachments of the line.
-        lock: held while hooks of the line are registered, in any thread.
-    """
-
-    registrations: Registrations
-    attached: list[Attachment]
-    lock: threading.RLock
+    registrations: Registrations  # the line's registrations
+    attached: list[Attachment]  # all attachments of the line
+    lock: threading.RLock  # held while hooks of the line are registered, in any thread
     taps: list[Tap] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)

@@ -56,17 +56,11 @@ Bound = Callback | SplitCallback | BlockwiseCallback | Tap | GradientCallback
 @final
 @dataclass(slots=True)
 class LineOptions:
-    """The settings of a line's messages at its end.
+    """The settings of a line's messages at its end."""
 
-    Args:
-        quiet: give no warnings, because the verb gives its own.
-        lenient: everything was selected, so some sites may well never fire.
-        remark: returns the verb's own note for the end.
-    """
-
-    quiet: bool = False
-    lenient: bool = False
-    remark: Callable[[], str | None] | None = None
+    quiet: bool = False  # give no warnings, because the verb gives its own
+    lenient: bool = False  # everything was selected, so some sites may well never fire
+    remark: Callable[[], str | None] | None = None  # returns the verb's own note for the end
 
 
 @hide_from_dir(

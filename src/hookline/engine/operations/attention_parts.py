@@ -68,20 +68,13 @@ class PlainCall:
 @final
 @dataclass(slots=True, eq=False)
 class Progress:
-    """Track the step that a running call has reached, in a module that computes attention stepwise.
+    """Track the step that a call has reached, in a module that computes attention stepwise."""
 
-    Attributes:
-        step: 0 before the scores, 1 before the softmax, 2 before the product with the values.
-        layout: the layout of the product that gave the scores.
-        n_keys: the number of keys.
-        n_scores: the number of scores.
-        memory: the memory of the scores and, from the softmax on, that of the pattern.
-    """
-
-    step: int = 0
-    n_keys: int = 0
-    n_scores: int = 0
-    layout: Matrices | Letters | None = None
+    step: int = 0  # 0 before the scores, 1 before the softmax, 2 before the product with the values
+    n_keys: int = 0  # the number of keys
+    n_scores: int = 0  # the number of scores
+    layout: Matrices | Letters | None = None  # the layout of the product that gave the scores
+    # The memory of the scores and, from the softmax on, that of the pattern.
     memory: Memory | None = None
 
 

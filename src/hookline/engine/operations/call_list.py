@@ -22,27 +22,16 @@ _TORCH = str(Path(inspect.getfile(nn)).parent.parent)
 
 
 class FunctionCall(NamedTuple):
-    """One call of a function.
+    """One call of a function."""
 
-    Attributes:
-        name: the name of the function, as selectors write it.
-        is_known: whether selectors know the function.
-        names: the names of the positional arguments.
-        args: the arguments.
-        kwargs: the keyword arguments.
-        output: the result.
-        file: the file of the code that makes the call.
-        line: the line of this code.
-    """
-
-    name: str
-    is_known: bool
-    names: tuple[str, ...]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    file: str
-    line: int
+    name: str  # the name of the function, as selectors write it
+    is_known: bool  # whether selectors know the function
+    names: tuple[str, ...]  # the names of the positional arguments
+    args: tuple[Any, ...]  # the arguments
+    kwargs: dict[str, Any]  # the keyword arguments
+    output: Any  # the result
+    file: str  # the file of the code that makes the call
+    line: int  # the line of this code
 
 
 @final

@@ -28,16 +28,11 @@ _N_SAMPLES = 64
 
 
 class Change(NamedTuple):
-    """Describe a change of a value, with fingerprints to compare the two runs.
+    """Describe a change of a value, with fingerprints to compare the two runs."""
 
-    Attributes:
-        where: the hook's site.
-        before: the fingerprint of the value that the hook got.
-        after: that of the value that it returned; None if it left the value as it was.
-    """
-
-    where: str
-    before: list[Tensor]
+    where: str  # the hook's site
+    before: list[Tensor]  # the fingerprint of the value that the hook got
+    # That of the value that it returned; None if it left the value as it was.
     after: list[Tensor] | None
 
 

@@ -18,17 +18,11 @@ from hookline.util.optional_imports import module_if_imported
 @final
 @dataclass(frozen=True)
 class KnownFault:
-    """A fault of the versions of a package before one that is right.
+    """A fault of the versions of a package before one that is right."""
 
-    Attributes:
-        package: the name of the package, which is that of its module.
-        right: the first version that is right, as (major, minor).
-        wrong: what is wrong, after the package and its version.
-    """
-
-    package: str
-    right: tuple[int, int]
-    wrong: str
+    package: str  # the name of the package, which is that of its module
+    right: tuple[int, int]  # the first version that is right, as (major, minor)
+    wrong: str  # what is wrong, after the package and its version
 
     @property
     def fix(self) -> str:

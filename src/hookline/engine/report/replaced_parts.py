@@ -35,34 +35,23 @@ Node = ModuleNode | ParameterNode
 
 
 class Consequence(NamedTuple):
-    """Name the consequence of a replacement for the work of a verb, as parts of a sentence.
+    """Name the consequence of a replacement for the work of a verb, as parts of a sentence."""
 
-    Attributes:
-        gone: for an object that has left the model. `{sites}` stands for the sites, `{kind}` for
-            "module" or "parameter".
-        moved: for an object that is still in the model. `{now}` stands for its sites there.
-    """
-
+    # For an object that has left the model. `{sites}` stands for the sites, `{kind}` for "module"
+    # or "parameter".
     gone: str = "the values of {sites} are those of the old {kind}"
+    # For an object that is still in the model. `{now}` stands for its sites there.
     moved: str = "the values of {sites} are those of {now}"
 
 
 class Replacement(NamedTuple):
-    """Describe a site whose module or parameter was replaced.
+    """Describe a site whose module or parameter was replaced."""
 
-    Attributes:
-        site: the site.
-        kind: "module" or "parameter", whichever was replaced.
-        path: the path at which it was, as written: that of the site, or of a module above.
-        event: the event, with the classes before and now.
-        now: the site at which the object of the site still is in the model, if it is.
-    """
-
-    site: Site
-    kind: str
-    path: str
-    event: str
-    now: Site | None
+    site: Site  # the site
+    kind: str  # "module" or "parameter", whichever was replaced
+    path: str  # the path at which it was, as written: that of the site, or of a module above
+    event: str  # the event, with the classes before and now
+    now: Site | None  # the site at which the object of the site still is in the model, if it is
 
     @property
     def remark(self) -> str:

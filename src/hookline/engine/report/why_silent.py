@@ -34,17 +34,11 @@ class Why(NamedTuple):
 
 
 class Silent(NamedTuple):
-    """A tap that has not fired, with its line's state.
+    """A tap that has not fired, with its line's state."""
 
-    Attributes:
-        tap: the tap.
-        node: the module or parameter that the tap is on.
-        passes: the passes of the line.
-    """
-
-    tap: Tap
-    node: ModuleNode | ParameterNode | None
-    passes: Passes
+    tap: Tap  # the tap
+    node: ModuleNode | ParameterNode | None  # the module or parameter that the tap is on
+    passes: Passes  # the passes of the line
 
 
 NOT_RUN = Why("the model has not run")

@@ -65,11 +65,9 @@ class OperationNode(ModuleNode):
     """Describe the calls of one function in a module's own forward: an operation.
 
     `module` is the operation, and `parent` the node of the module. No tree lists operations.
-
-    Attributes:
-        glob: the selector, if it matched several modules. Some of them may not call the function.
     """
 
+    # The selector, if it matched several modules. Some of them may not call the function.
     glob: str = ""
 
     @classmethod
@@ -143,20 +141,14 @@ class ParameterNode:
 @final
 @dataclass(eq=False)
 class ModuleTree:
-    """The modules of a model, and its parameters when asked for, from which a line selects.
+    """The modules of a model, and its parameters when asked for, from which a line selects."""
 
-    Args:
-        name: the class of the model.
-        nodes: the modules, in registration order.
-        kinds: the types of the modules.
-        compiled: the modules that hold their compiled call.
-        root: the model, with torch's wrappers around it; None for tensors by name.
-    """
-
-    name: str
-    nodes: list[ModuleNode]
-    kinds: frozenset[type] = frozenset()
+    name: str  # the class of the model
+    nodes: list[ModuleNode]  # the modules, in registration order
+    kinds: frozenset[type] = frozenset()  # the types of the modules
+    # The modules that hold their compiled call.
     compiled: list[nn.Module] = field(default_factory=list)
+    # The model, with torch's wrappers around it; None for tensors by name.
     root: nn.Module | None = None
 
     @functools.cached_property
@@ -231,20 +223,15 @@ def holds_model(target: object) -> bool:
 @final
 @dataclass(slots=True)
 class _Walk:
-    """A walk over the modules of a model.
+    """A walk over the modules of a model."""
 
-    Attributes:
-        nodes: the nodes by the ids of the modules: a module may define == and lose its hash.
-        above: the ids of the modules around the one that is visited.
-        bare: the types that are not wrappers.
-        kinds: the types of the modules.
-        compiled: the modules that hold their compiled call, wrappers included.
-    """
-
+    # The nodes by the ids of the modules: a module may define == and lose its hash.
     nodes: dict[int, ModuleNode] = field(default_factory=dict)
+    # The ids of the modules around the one that is visited.
     above: set[int] = field(default_factory=set)
-    bare: set[type] = field(default_factory=set)
-    kinds: set[type] = field(default_factory=set)
+    bare: set[type] = field(default_factory=set)  # the types that are not wrappers
+    kinds: set[type] = field(default_factory=set)  # the types of the modules
+    # The modules that hold their compiled call, wrappers included.
     compiled: list[nn.Module] = field(default_factory=list)
 
     def visit(self, module: nn.Module, path: str, parent: ModuleNode | None) -> None:

@@ -24,21 +24,14 @@ _MOST_CLOSE = 4
 
 @dataclass(frozen=True, slots=True)
 class SelectorParts:
-    """A selector that matched nothing, in parts.
+    """A selector that matched nothing, in parts."""
 
-    Args:
-        selector: the selector.
-        text: the parts of the selector, if it is a text.
-        matched: the modules that it matches, none of which has one of the ports.
-        ports: the ports.
-        works: tells whether another selector would match, at the ports that the verb was given or
-            at another one; only such selectors are proposed.
-    """
-
-    selector: Any
-    text: SiteText
-    matched: list[ModuleNode]
-    ports: tuple[str, ...]
+    selector: Any  # the selector
+    text: SiteText  # the parts of the selector, if it is a text
+    matched: list[ModuleNode]  # the modules that it matches, none of which has one of the ports
+    ports: tuple[str, ...]  # the ports
+    # Tells whether another selector would match, at the ports that the verb was given or at another
+    # one; only such selectors are proposed.
     works: Callable[..., bool]
 
     @property

@@ -106,20 +106,14 @@ hook_functions: list[FunctionType] = []
 
 
 class HookOwner:
-    """The base of the objects whose methods torch calls as hooks.
-
-    Attributes:
-        hooks: the hooks of the object.
-        rank: their place among the hooks of the node, where a hook has no order of its own.
-        needs_graph: whether the hooks need the graph of autograd to pass through a value.
-        takes_blocks: whether the hooks take an attention pattern in blocks of queries.
-    """
+    """The base of the objects whose methods torch calls as hooks."""
 
     __slots__ = ()
+    # Whether the hooks need the graph of autograd to pass through a value.
     needs_graph: ClassVar[bool] = False
-    takes_blocks: bool = False
-    hooks: tuple[HookSpec, ...] = ON_OUTPUT
-    rank: Order
+    takes_blocks: bool = False  # whether the hooks take an attention pattern in blocks of queries
+    hooks: tuple[HookSpec, ...] = ON_OUTPUT  # the hooks of the object
+    rank: Order  # their place among the hooks of the node, where a hook has no order of its own
 
     def __init_subclass__(cls) -> None:
         methods = [vars(cls).get(name) for name in ("fire", "leave", "begin", "end")]

@@ -51,14 +51,11 @@ class _GlobalHook(NamedTuple):
 @final
 @dataclass(slots=True, eq=False)
 class GlobalHooks(Attachment):
-    """The hooks of one line on modules, registrations and optimizers everywhere.
+    """The hooks of one line on modules, registrations and optimizers everywhere."""
 
-    Args:
-        passes: the passes of the line. They tell whether the line sees the present thread and task.
-        is_all: whether the line has no model, so that these are all its hooks.
-    """
-
+    # The passes of the line. They tell whether the line sees the present thread and task.
     passes: Passes
+    # Whether the line has no model, so that these are all its hooks.
     is_all: bool = field(kw_only=True)
     note: str | None = None  # a warning, if torch ran matching modules as one operation
     taps: list[_GlobalHook] = field(default_factory=list)

@@ -43,19 +43,12 @@ _TORCHS = str(Path(torch.nn.__file__).parents[1])
 @final
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A line of source code.
+    """A line of source code."""
 
-    Args:
-        filename: the file.
-        lineno: the number of the line.
-        function: the function that the line is in.
-        text: the line itself; empty if the source is not there.
-    """
-
-    filename: str
-    lineno: int
-    function: str = ""
-    text: str = ""
+    filename: str  # the file
+    lineno: int  # the number of the line
+    function: str = ""  # the function that the line is in
+    text: str = ""  # the line itself; empty if the source is not there
 
     def __str__(self) -> str:
         return f"{self.filename}:{self.lineno}"
@@ -85,18 +78,12 @@ def source_line(frame: FrameType | None, lineno: int | None = None) -> SourceLin
 @final
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The numbers of one tensor.
+    """The numbers of one tensor."""
 
-    Args:
-        name: the input, parameter or buffer.
-        shape: its shape.
-        dtype: its dtype, such as "float32".
-        moments: its statistics; None if its numbers cannot be read, as on the meta device.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    name: str  # the input, parameter or buffer
+    shape: tuple[int, ...]  # its shape
+    dtype: str  # its dtype, such as "float32"
+    # Its statistics; None if its numbers cannot be read, as on the meta device.
     moments: Moments | None = None
 
     def __str__(self) -> str:

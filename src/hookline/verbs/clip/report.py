@@ -25,24 +25,16 @@ _lock = fork_safe_lock()
 @final
 @dataclass(frozen=True)
 class ClipRow:
-    """The clipping at one site.
+    """The clipping at one site."""
 
-    Args:
-        site: the site as written, or "total" for the norm over all sites.
-        seen: the number of gradients that arrived.
-        clipped: the number of gradients above the bound.
-        largest: the largest norm before clipping; with `value`, the largest absolute element.
-        factor: the smallest factor by which a gradient was scaled; with `value`, the smallest
-            ratio of the bound to an element.
-        nonfinite: the number of gradients with inf or NaN, which clipping does not mend.
-    """
-
-    site: str
-    seen: int
-    clipped: int
-    largest: float
+    site: str  # the site as written, or "total" for the norm over all sites
+    seen: int  # the number of gradients that arrived
+    clipped: int  # the number of gradients above the bound
+    largest: float  # the largest norm before clipping; with `value`, the largest absolute element
+    # The smallest factor by which a gradient was scaled; with `value`, the smallest ratio of the
+    # bound to an element.
     factor: float
-    nonfinite: int
+    nonfinite: int  # the number of gradients with inf or NaN, which clipping does not mend
 
 
 @final

@@ -16,17 +16,11 @@ from hookline.errors import AttachError
 @final
 @dataclass(slots=True, eq=False)
 class Indices:
-    """The numbers that a caller has given, and those of them that have not occurred yet.
+    """The numbers that a caller has given, and those of them that have not occurred yet."""
 
-    Args:
-        name: the argument's name, `at` or `steps`.
-        numbers: the integers; None for a slice.
-        span: the slice; None for integers.
-    """
-
-    name: str
-    numbers: tuple[int, ...] | None
-    span: slice | None
+    name: str  # the argument's name, `at` or `steps`
+    numbers: tuple[int, ...] | None  # the integers; None for a slice
+    span: slice | None  # the slice; None for integers
     _missing: set[int | None] = field(init=False)
 
     def __post_init__(self) -> None:

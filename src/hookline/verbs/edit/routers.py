@@ -25,17 +25,11 @@ _N_ROUNDINGS = 16
 
 
 class _RouterOutput(NamedTuple):
-    """The output of a router.
+    """The output of a router."""
 
-    Args:
-        logits: `(tokens, experts)`; or the probabilities that a softmax made of them.
-        scores: the weights of the chosen experts, `(tokens, chosen)`.
-        indices: the chosen experts, `(tokens, chosen)`.
-    """
-
-    logits: Tensor
-    scores: Tensor
-    indices: Tensor
+    logits: Tensor  # `(tokens, experts)`; or the probabilities that a softmax made of them
+    scores: Tensor  # the weights of the chosen experts, `(tokens, chosen)`
+    indices: Tensor  # the chosen experts, `(tokens, chosen)`
 
 
 def _softmax(logits: Tensor, indices: Tensor) -> Tensor:

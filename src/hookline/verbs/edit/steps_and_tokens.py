@@ -33,36 +33,27 @@ _OF_ATTENTION = tuple(f"@{part}" for part in PARTS)  # with heads in dimension 1
 
 
 class Moment(NamedTuple):
-    """The moment of an edit, counted as a recording counts: failed passes are left out.
+    """The moment of an edit, counted as a recording counts: failed passes are left out."""
 
-    Args:
-        number: the number of earlier passes; for an input or output, of those in which the site
-            fired.
-        call: the number of the module's call in the pass.
-    """
-
+    # The number of earlier passes; for an input or output, of those in which the site fired.
     number: int
-    call: int
+    call: int  # the number of the module's call in the pass
 
 
 @final
 @dataclass(slots=True, eq=False)
 class PassPlace:
-    """One pass of an edited model.
+    """One pass of an edited model."""
 
-    Attributes:
-        number: the number of earlier passes that a run of the root began, without failed ones;
-            None if no run of the root is known.
-        step: the step of `generate`, 0 for the prompt; None likewise.
-        tokens: the tokens of the pass; None if the root's inputs are not known.
-        has_failed: whether the pass ended by an exception; known when the next pass begins.
-        numbers: the numbers of the moments in this pass, by site.
-    """
-
+    # The number of earlier passes that a run of the root began, without failed ones; None if no run
+    # of the root is known.
     number: int | None = None
-    step: int | None = None
+    step: int | None = None  # the step of `generate`, 0 for the prompt; None likewise
+    # The tokens of the pass; None if the root's inputs are not known.
     tokens: PassTokens | None = None
+    # Whether the pass ended by an exception; known when the next pass begins.
     has_failed: bool = False
+    # The numbers of the moments in this pass, by site.
     numbers: dict[Any, int] = field(default_factory=dict)
 
 

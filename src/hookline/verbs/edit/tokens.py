@@ -23,18 +23,14 @@ from hookline.verbs.shared.token_inputs import (
 @final
 @dataclass(slots=True, eq=False)
 class Tokens:
-    """The tokens of one pass, on the CPU.
+    """The tokens of one pass, on the CPU."""
 
-    Attributes:
-        positions: the position of each token in its sequence, `(rows, tokens)`; -1 for padding.
-        lengths: the length of each token's sequence so far, cached tokens included.
-        n_kept: how many tokens, the last ones, the model's head gets; None if it gets all.
-        masks: the tokens that the edits of a line have chosen, by `id()` of their indices.
-    """
-
+    # The position of each token in its sequence, `(rows, tokens)`; -1 for padding.
     positions: Tensor
-    lengths: Tensor
+    lengths: Tensor  # the length of each token's sequence so far, cached tokens included
+    # How many tokens, the last ones, the model's head gets; None if it gets all.
     n_kept: int | None = None
+    # The tokens that the edits of a line have chosen, by `id()` of their indices.
     masks: dict[int, Tensor] = field(default_factory=dict)
 
     def chosen_mask(self, at: Indices) -> Tensor:
@@ -102,15 +98,10 @@ def plain_tokens(n_rows: int, n_tokens: int) -> Tokens:
 
 
 class PassTokens(NamedTuple):
-    """The tokens of the stacks of a model in one pass; None for a stack without known tokens.
+    """The tokens of the stacks of a model in one pass; None for a stack without known tokens."""
 
-    Args:
-        main: the tokens of the model; of an encoder and decoder, those of the encoder.
-        decoder: the tokens of the decoder of an encoder and decoder.
-    """
-
-    main: Tokens | None
-    decoder: Tokens | None
+    main: Tokens | None  # the tokens of the model; of an encoder and decoder, those of the encoder
+    decoder: Tokens | None  # the tokens of the decoder of an encoder and decoder
 
 
 def read_tokens(inputs: Mapping[str, Any]) -> PassTokens:

@@ -57,17 +57,11 @@ class _Site(NamedTuple):
 
 @final
 class ReportedStep(NamedTuple):
-    """The step of a report.
+    """The step of a report."""
 
-    Args:
-        step: its number.
-        settings: which steps are reported, in words.
-        is_last: whether the line has ended, so that other ranks may not come.
-    """
-
-    step: int
-    settings: str
-    is_last: bool
+    step: int  # its number
+    settings: str  # which steps are reported, in words
+    is_last: bool  # whether the line has ended, so that other ranks may not come
 
 
 @final

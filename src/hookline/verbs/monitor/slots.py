@@ -39,14 +39,11 @@ _MOST_DEFERRED = 2**22  # elements of the values that wait
 @final
 @dataclass(slots=True)
 class StepSlots:
-    """Hold the slots of a step, or of a part of a step.
+    """Hold the slots of a step, or of a part of a step."""
 
-    Args:
-        slots: the slots of each site that had a value.
-        turns: when each of these sites had its first value, as `Slots.next_turn` counts.
-    """
-
+    # The slots of each site that had a value.
     slots: dict[str, list[Tensor]] = field(default_factory=dict)
+    # When each of these sites had its first value, as `Slots.next_turn` counts.
     turns: dict[str, int] = field(default_factory=dict)
 
 

@@ -54,17 +54,11 @@ def _stop_on_error(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class _WaitingPass(NamedTuple):
-    """A pass before it is known who tells the steps.
+    """A pass before it is known who tells the steps."""
 
-    Args:
-        number: the number of its step, if each pass is one.
-        is_due: whether this step is reported.
-        parts: its slots, and those that it keeps apart.
-    """
-
-    number: int
-    is_due: bool
-    parts: tuple[StepSlots, StepSlots]
+    number: int  # the number of its step, if each pass is one
+    is_due: bool  # whether this step is reported
+    parts: tuple[StepSlots, StepSlots]  # its slots, and those that it keeps apart
 
 
 @final

@@ -17,15 +17,10 @@ _MOST_WAITING = 1000  # entries with tensors on an accelerator
 @final
 @dataclass(slots=True)
 class _StepNumbers:
-    """Hold the numbers of one step.
+    """Hold the numbers of one step."""
 
-    Args:
-        step: the number of the step.
-        is_given: True if the user has given this number.
-    """
-
-    step: int
-    is_given: bool
+    step: int  # the number of the step
+    is_given: bool  # True if the user has given this number
     seconds: float = field(default_factory=time.time)
     numbers: dict[str, float | Tensor] = field(default_factory=dict)
 

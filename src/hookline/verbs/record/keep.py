@@ -35,26 +35,20 @@ _MOST_TRIED = 8  # of the tensors in a value
 
 
 class Keep(TypedDict, total=False):
-    """The options of `record` and `features`: what to keep of a value, and where.
+    """The options of `record` and `features`: what to keep of a value, and where."""
 
-    Args:
-        keep: a function of the value; its result is kept, as in `lambda t: t[:, -1]`. It is called
-            with the whole value, or with each tensor of a gradient as that arrives. It runs without
-            autocast. It computes sums, means, norms and powers of 16-bit floats in float32, and
-            these results stay float32.
-        device: the device on which tensors are kept.
-        dtype: the dtype in which floating tensors are kept. Other tensors keep theirs.
-        detach: False keeps the autograd graph, and with it the memory of the whole pass.
-        copy: True copies every tensor, False none. None, the default, copies where torch cannot
-            report later changes: tensors that share memory with a parameter or buffer, DTensors,
-            inference tensors, and every tensor in a process group of several ranks or where weights
-            are sharded.
-    """
-
+    # A function of the value; its result is kept, as in `lambda t: t[:, -1]`. It is called with the
+    # whole value, or with each tensor of a gradient as that arrives. It runs without autocast. It
+    # computes sums, means, norms and powers of 16-bit floats in float32, and these results stay
+    # float32.
     keep: Callable[[Any], Any] | None
-    device: torch.device | str | None
+    device: torch.device | str | None  # the device on which tensors are kept
+    # The dtype in which floating tensors are kept. Other tensors keep theirs.
     dtype: torch.dtype | None
-    detach: bool
+    detach: bool  # False keeps the autograd graph, and with it the memory of the whole pass
+    # True copies every tensor, False none. None, the default, copies where torch cannot report
+    # later changes: tensors that share memory with a parameter or buffer, DTensors, inference
+    # tensors, and every tensor in a process group of several ranks or where weights are sharded.
     copy: bool | None
 
 

@@ -388,22 +388,17 @@ class _PlainTap(OutputTap):
 
     One call less saves a fiftieth of what torch takes for a module with a hook. All modules share
     this one function, because Python runs a call faster that always meets the same function.
-
-    Attributes:
-        number: the number of the site.
-        kept: keeps the values that the fast way cannot.
-        unversioned: tells whether an output may change without a new version. None where it cannot,
-            as for a module that returns new memory.
-        may_hand_on: whether the module may return the value that was kept just before.
     """
 
     __slots__ = ("kept", "may_hand_on", "number", "unversioned")
 
     # Set by the recorder: a line has many of these taps, and an `__init__` of its own takes time.
-    number: int
-    kept: Keeper
+    number: int  # the number of the site
+    kept: Keeper  # keeps the values that the fast way cannot
+    # Tells whether an output may change without a new version. None where it cannot, as for a
+    # module that returns new memory.
     unversioned: Unversioned | None
-    may_hand_on: bool
+    may_hand_on: bool  # whether the module may return the value that was kept just before
 
     def fire_slowly(self, module: nn.Module, args: Any, output: Any) -> None:
         """Keep a nested value, or a value outside of a pass, as other taps do."""

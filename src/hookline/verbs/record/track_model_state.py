@@ -32,17 +32,11 @@ _OF_TORCH = frozenset(vars(nn.Module())) | {"_is_torch_compile", "forward"}
 
 
 class _Seen(NamedTuple):
-    """Remember a tensor at one moment.
+    """Remember a tensor at one moment."""
 
-    Args:
-        tensor: a weak reference to the tensor.
-        version: its version counter; None for a tensor that has none.
-        values: a copy; None for a tensor that is not compared by its values.
-    """
-
-    tensor: weakref.ref[Tensor]
-    version: int | None
-    values: Tensor | None
+    tensor: weakref.ref[Tensor]  # a weak reference to the tensor
+    version: int | None  # its version counter; None for a tensor that has none
+    values: Tensor | None  # a copy; None for a tensor that is not compared by its values
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is what was seen."""

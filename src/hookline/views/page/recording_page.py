@@ -51,14 +51,10 @@ _PICTURE_BYTES = 2 * 1024**2  # of all maps in a file; the server shows each val
 
 
 class Evidence(NamedTuple):
-    """Hold the input images and predicted classes that the page shows above the table.
+    """Hold the input images and predicted classes that the page shows above the table."""
 
-    Args:
-        images: the input images; the first 12 are shown small.
-        classes: the predicted classes as (label, probability from 0 to 1), the likeliest first.
-    """
-
-    images: Sequence[Image] = ()
+    images: Sequence[Image] = ()  # the input images; the first 12 are shown small
+    # The predicted classes as (label, probability from 0 to 1), the likeliest first.
     classes: Sequence[tuple[str, float]] = ()
 
 

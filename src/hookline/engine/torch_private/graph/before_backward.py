@@ -24,14 +24,11 @@ BackwardHook = Callable[[Sequence[Any], Sequence[Any]], Callable[[], None]]
 
 @final
 class _BackwardHooks(dict[int, BackwardHook]):
-    """Hold the hooks by their ids. torch is patched while there are any.
+    """Hold the hooks by their ids. torch is patched while there are any."""
 
-    Attributes:
-        run: the function that is called in the end: torch's own, or another patch of it.
-        is_patched: whether torch calls `_run_hooked_backward`, itself or by a later patch.
-    """
-
+    # The function that is called in the end: torch's own, or another patch of it.
     run: Callable[..., Any] = staticmethod(graph._engine_run_backward)
+    # Whether torch calls `_run_hooked_backward`, itself or by a later patch.
     is_patched: bool = False
 
     def __setitem__(self, key: int, hook: BackwardHook) -> None:
