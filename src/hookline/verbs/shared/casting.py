@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def cast_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that a tensor takes where floating tensors take a dtype.
 
-    >>> dtype_of(torch.zeros(1, dtype=torch.complex64), torch.float64)
+    >>> cast_dtype(torch.zeros(1, dtype=torch.complex64), torch.float64)
     torch.complex128
     """
     if tensor.is_floating_point():
