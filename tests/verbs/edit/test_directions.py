@@ -122,6 +122,34 @@ def test_one_direction_of_any_length_is_taken_out():
     assert everything.abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    "factors", [[[1.0, 0.0], [0.0, 1.0]], [[1.0, 2.0], [2.0, 4.0], [0.0, 0.0]]]
+)
+def test_directions_that_are_trained_get_gradients(factors):
+    value = torch.randn(5, 6, dtype=torch.float64)
+    directions = (torch.tensor(factors).double() @ torch.randn(2, 6).double()).requires_grad_()
+    project = hl.edits.project_out(directions)
+    constant = hl.edits.project_out(directions.detach())(value)
+    torch.testing.assert_close(project(value), constant, rtol=0, atol=1e-12)
+    mixing = torch.randn(6, 6).double()  # of features, so that the span keeps its dimension
+    change = directions.detach() @ mixing
+
+    def loss_after(step):
+        return hl.edits.project_out(directions.detach() + step * change)(value).square().sum()
+
+    (gradient,) = torch.autograd.grad(project(value).square().sum(), directions)
+    slope = (loss_after(1e-6) - loss_after(-1e-6)) / 2e-6
+    torch.testing.assert_close((gradient * change).sum(), slope, rtol=1e-5, atol=1e-7)
+
+
+def test_a_direction_is_taken_out_as_training_has_changed_it():
+    direction = torch.tensor([1.0, 0.0], requires_grad=True)
+    project = hl.edits.project_out(direction)
+    with torch.no_grad():
+        direction.copy_(torch.tensor([0.0, 2.0]))
+    assert project(torch.tensor([3.0, 4.0])).tolist() == [3.0, 0.0]
+
+
 def test_a_gradient_is_projected_as_a_value_is():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     with hl.edit(model, "0:grad_output", hl.edits.project_out(torch.tensor([1.0, 0.0]))):

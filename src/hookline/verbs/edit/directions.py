@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
@@ -82,7 +84,8 @@ def project_out(directions: Tensor) -> Edit:
 
     Args:
         directions: a vector `(n_features,)`, or several `(n_directions, n_features)`. Their lengths
-            do not matter. They are constants: no gradient flows to them.
+            do not matter. They are read here, once; those that require gradients get them, and are
+            read in each call.
 
     Returns:
         A function for `hl.edit`: it takes a tensor, and returns a new one of the same shape, dtype
@@ -102,8 +105,15 @@ def project_out(directions: Tensor) -> Edit:
     def change(value: Tensor) -> Tensor:
         _check_features(value, basis, "project_out")
         dtype = torch.promote_types(value.dtype, torch.float32)
-        rows, wide = basis.to(value.device, dtype), value.to(dtype)
-        return (wide - (wide @ rows.T) @ rows).to(value.dtype)
+        lengths_along, rows = basis.T, basis
+        if directions.requires_grad:
+            # Of dependent directions, too, this has a gradient: that of singular vectors has none.
+            rows = directions.reshape(-1, directions.shape[-1]).double()
+            rows = torch.nn.functional.normalize(rows, eps=sys.float_info.min)
+            lengths_along = torch.linalg.pinv(rows, rtol=_rounding(directions))
+        wide = value.to(dtype)
+        along = wide @ lengths_along.to(value.device, dtype)
+        return (wide - along @ rows.to(value.device, dtype)).to(value.dtype)
 
     return explain_errors("project_out", change)
 
@@ -119,10 +129,14 @@ def _orthonormal_basis(directions: Tensor) -> Tensor:
     vectors = (vectors / lengths)[lengths.squeeze(1) > 0]
     _check_finite_nonzero("directions", directions, lengths)
     _, values, rows = torch.linalg.svd(vectors, full_matrices=False)
-    # A direction that is a sum of others differs from it by the rounding of its dtype.
-    rounding = torch.finfo(directions.dtype).eps * max(_N_ROUNDINGS, len(vectors) ** 0.5)
-    basis: Tensor = rows[values > values[0] * rounding]
+    basis: Tensor = rows[values > values[0] * _rounding(directions)]
     return basis
+
+
+def _rounding(directions: Tensor) -> float:
+    """Return how far a direction that is a sum of others differs from it in its dtype, at most."""
+    n_directions = directions.numel() // directions.shape[-1]
+    return torch.finfo(directions.dtype).eps * max(_N_ROUNDINGS, n_directions**0.5)
 
 
 def _check_finite_nonzero(name: str, directions: Tensor, lengths: Tensor) -> None:
