@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
@@ -136,7 +137,7 @@ def _orthonormal_basis(directions: Tensor) -> Tensor:
 def _rounding(directions: Tensor) -> float:
     """Return how far a direction that is a sum of others differs from it in its dtype, at most."""
     n_directions = directions.numel() // directions.shape[-1]
-    return torch.finfo(directions.dtype).eps * max(_N_ROUNDINGS, n_directions**0.5)
+    return torch.finfo(directions.dtype).eps * max(_N_ROUNDINGS, math.sqrt(n_directions))
 
 
 def _check_finite_nonzero(name: str, directions: Tensor, lengths: Tensor) -> None:
