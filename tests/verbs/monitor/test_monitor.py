@@ -943,6 +943,22 @@ def test_no_step_at_all_is_said():
             pass
 
 
+def test_a_training_in_another_thread_alone_is_said():
+    model = net()
+    thread = threading.Thread(target=train, args=(model, sgd(model), 2))
+    with pytest.warns(hl.HooklineWarning, match="saw nothing: the model ran in another thread"):
+        with hl.monitor(model):
+            thread.start()
+            thread.join()
+
+
+def test_gradients_of_weights_without_an_optimizer_are_said():
+    model = net()
+    with pytest.warns(hl.HooklineWarning, match="measured when an optimizer of the model steps"):
+        with hl.monitor(model, ports="grad"):
+            model(X).sum().backward()
+
+
 def test_a_model_swapped_in_training_is_said_once():
     model, other = net(), net()
     optimizer = sgd(model)

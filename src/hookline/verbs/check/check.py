@@ -130,6 +130,7 @@ class CheckLine(FinalizingLine[Line]):
         if error is None and not outcome.is_told:
             outcome.is_told = True
             self._forward.warn_if_nothing_measured()
+            self._warn_of_other_contexts()
             errors = filter(attrgetter("is_error"), self.findings)
             swallowed = next((error for error in errors if error not in outcome.warned), None)
             if swallowed is not None:
@@ -137,6 +138,13 @@ class CheckLine(FinalizingLine[Line]):
                     f"hl.check: {swallowed.message.splitlines()[0]}"
                     "\nThe error was caught on its way; line.findings has the first 100 findings."
                 )
+
+    def _warn_of_other_contexts(self) -> None:
+        """Warn if the model ran in other threads alone: nothing was checked."""
+        report = self._line.report()
+        told = report.warning() if report.other_contexts and not report.passes else None
+        if told is not None:
+            warn(told)
 
 
 def _bad_weight(

@@ -122,7 +122,8 @@ class MonitorLine(FinalizingLine[EverywhereHooks]):
     def _warn_at_end(self) -> None:
         report, steps = self._line.report(), self._steps
         if not steps.n_reported:
-            warn(f"hl.monitor reported no step: {_why_no_report(report, steps)}")
+            elsewhere = report.warning() if report.other_contexts and not report.passes else None
+            warn(elsewhere or f"hl.monitor reported no step: {_why_no_report(report, steps)}")
         elif steps.told_by == "pass" and report.outside_root == report.passes:
             n_calls = max(report.counts, default=0)
             if n_calls > 1:
@@ -137,13 +138,15 @@ _MERGED = (
 
 
 def _why_no_report(report: Report, steps: TrainingSteps) -> str:
-    if steps.n_due:
+    if steps.n_due and any(report.counts):
         return (
             "no selected value could be measured.\nThe warnings before this one say why each was"
             " left out; a model on the meta device has no numbers."
         )
     why = "no value came at the selected sites"
-    if steps.n_ended:
+    if steps.n_due:
+        why = "parameters are measured when an optimizer of the model steps, and none did"
+    elif steps.n_ended:
         why = f"of {steps.n_ended} steps none was one of every {steps.every}"
     elif not report.passes:
         why = f"{report.model_type} never ran, and no optimizer of its parameters stepped"

@@ -465,7 +465,8 @@ class TrainingSteps:
         warn(
             "hl.monitor: no value came from a module with gradients enabled at step"
             f" {number}, though an optimizer of the model stepped. Another model may run in"
-            " its place.\nMonitor the model that runs."
+            " its place, or this one in another thread."
+            "\nMonitor the model that runs; for another thread, give every_thread=True."
         )
 
     @_stop_on_error
