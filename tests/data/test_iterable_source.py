@@ -52,6 +52,19 @@ def test_an_iterable_data_set_begins_anew_when_asked():
     assert [batch.items for batch in run(source_of(loader), [2])] == [[6]]
 
 
+def test_blank_texts_of_an_iterable_are_listed():
+    def tokenize(texts):
+        return {"ids": torch.zeros(len(texts), 1)}
+
+    batches = run(source_of(iter([[None, " "], ["a", "", "b"]]), tokenize=tokenize), [0, 1])
+    assert [batch.items for batch in batches] == [[], [2, 4]]
+    assert [item for batch in batches for item, _ in batch.skipped] == [0, 1, 3]
+    assert batches[0].data is None
+    assert len(batches[1].data["ids"]) == 2
+    source = source_of(iter([[None, 3]]), tokenize=tokenize)
+    assert said(lambda: run(source, [0])).startswith("batch 0 must hold a tensor")
+
+
 def test_the_identity_of_an_iterator_is_its_type():
     assert source_of(ready()).identity() == {
         "kind": "batches", "type": "generator", "length": None

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.data.data_source import DataSource, NumberedBatch
-from hookline.data.indexed_source import DataSetError, Failure, are_texts, start_iterator
+from hookline.data.indexed_source import DataSetError, Failure, Skip, start_iterator
 from hookline.data.seeding import seeded
-from hookline.data.texts import text_or_data
+from hookline.data.texts import text_or_data, text_or_skip
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import tensors
 from hookline.errors import InputError
@@ -31,7 +31,7 @@ class IterableSource(DataSource):
     Args:
         iterable: the iterable; each batch holds a tensor, whose first dimension counts the items.
         tokenize: makes a dict of tensors of a batch that is a list of texts, or has one at the key
-            "text"; None refuses texts.
+            "text", without its blank texts; None refuses texts.
     """
 
     batch_size = 0
@@ -101,7 +101,7 @@ class IterableSource(DataSource):
         try:
             # An iterator began before this call, and goes on with the user's random numbers.
             with nullcontext() if self._is_once else seeded(number):
-                data = self._next_data()
+                data, blank = self._next_data()
         except StopIteration:
             self._next = number
             if number == 0:
@@ -119,24 +119,34 @@ class IterableSource(DataSource):
                 f" {type(self._iterable).__name__}: {error}."
                 "\nGive a Dataset to leave out single items that fail: on_error='skip'."
             )
-        size = _n_items(data, number)
+        size = len(blank) + (0 if blank and data is None else _n_items(data, number))
         if not size and not number:
             raise InputError(
                 f"the first batch must hold at least one item, got {describe.in_words(data)}."
                 "\nLeave it out: its values show what the store will hold."
             )
         self._next, self._n_items = number + 1, start + size
-        return NumberedBatch(number, list(range(start, start + size)), data, [])
+        skipped = [(start + place, mark.reason) for place, mark in blank.items()]
+        items = [start + place for place in range(size) if place not in blank]
+        return NumberedBatch(number, items, data, skipped)
 
-    def _next_data(self) -> Any:
+    def _next_data(self) -> tuple[Any, dict[int, Skip]]:
+        """Take the data of the next batch, and the places of blank texts, which it lacks."""
         if self._rest is None:
             self._rest = start_iterator(self._iterable)
         data = next(self._rest)
         if self._tokenize is not None:
             texts = text_or_data(data)
-            if are_texts(texts):
-                return self._tokenize(list(texts))
-        return data
+            if isinstance(texts, list | tuple) and _are_texts_or_blank(texts):
+                marked = list(enumerate(map(text_or_skip, texts)))
+                good = [text for _, text in marked if isinstance(text, str)]
+                blank = {place: mark for place, mark in marked if isinstance(mark, Skip)}
+                return self._tokenize(good) if good else None, blank
+        return data, {}
+
+
+def _are_texts_or_blank(data: Sequence[Any]) -> bool:
+    return bool(data) and all(text is None or isinstance(text, str) for text in data)
 
 
 def _n_items(data: Any, number: int) -> int:
