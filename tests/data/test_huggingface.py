@@ -184,9 +184,14 @@ def test_the_identity_of_a_saved_data_set_is_its_content(tmp_path):
     assert str(tmp_path) not in json.dumps(found)
 
 
-def test_a_folder_of_several_data_sets_is_refused(tmp_path):
+def test_several_data_sets_in_a_dict_or_folder_are_refused(tmp_path):
     one = datasets.Dataset.from_dict({"x": [1]})
-    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "rows")
+    several = datasets.DatasetDict({"train": one, "test": one})
+    assert said(lambda: source_of(several)) == (
+        "data must be one data set, got a DatasetDict of 2: train, test."
+        "\nGive one of them: data['train']."
+    )
+    several.save_to_disk(tmp_path / "rows")
     assert said(lambda: source_of(tmp_path / "rows")) == (
         f"{tmp_path / 'rows'} must be one data set, got a folder of 2: train, test."
         f"\nGive one of them: '{tmp_path / 'rows' / 'train'}'."

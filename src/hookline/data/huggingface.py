@@ -110,9 +110,20 @@ class HuggingFaceItems(SingleItems):
 
 
 def is_huggingface(data: Any) -> bool:
-    """Return whether a value is a data set of the package datasets."""
+    """Return whether a value is a data set of the package datasets.
+
+    Raises:
+        InputError: it holds several data sets.
+    """
     datasets = module_if_imported("datasets")
-    return datasets is not None and isinstance(data, datasets.Dataset)
+    if datasets is None:
+        return False
+    if isinstance(data, datasets.DatasetDict | datasets.IterableDatasetDict):
+        raise InputError(
+            f"data must be one data set, got a {type(data).__name__} of {len(data)}:"
+            f" {listed(list(data), 5)}.\nGive one of them: data[{next(iter(data), 'NAME')!r}]."
+        )
+    return isinstance(data, datasets.Dataset)
 
 
 def with_tensors(data: Any) -> Any:
