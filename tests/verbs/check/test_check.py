@@ -789,6 +789,18 @@ def test_a_model_of_which_only_parts_are_called(monkeypatch):
             assert step < 10
 
 
+def test_optimizer_steps_count_where_only_parts_are_called():
+    model, last = Parts(), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        for last in range(4):
+            if last == 2:
+                model.net.mid.function = torch.log
+            model.net(X).square().mean().backward()
+            optimizer.step()
+    assert caught.value.finding.step == last == 2
+
+
 def test_a_removed_line_raises_what_is_pending():
     model = zoo.rows_net()
     line = hl.check(model)

@@ -311,7 +311,8 @@ class BackwardChecks:
         if not has_gradients:
             return
         outside = self._passes.in_thread.outside
-        if outside is not None and RUN in outside.opened:
+        has_run = outside is not None and RUN in outside.opened and bool(outside.log)
+        if outside is not None and has_run:
             self._forward.judge_partial_run(outside)
         params = set(parameter_ids(optimizer))
         if self._warns_of_missing:
@@ -320,6 +321,8 @@ class BackwardChecks:
             self._warns_of_missing = not warn_of_missing_gradients(stepped, step, add)
         finding = self._finding_at_step(optimizer, params)
         if finding is None:
+            if outside is not None and has_run:
+                self._forward.begin_partial_run(outside)
             return
         if self._checked.others_would_wait:
             finding = earliest(finding) or finding

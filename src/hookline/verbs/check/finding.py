@@ -124,8 +124,9 @@ class CheckFinding:
             it. For a loss, "loss" if the loss is NaN and the gradients are finite.
         module_type: the class of that module.
         call: the number of the module's call within the pass, from 0; None where there is none.
-        step: the number of the pass, from 0 for each line; None before the first, and for units
-            that are dead in all passes.
+        step: the number of the pass, from 0 for each line, or of the optimizer's step where only
+            parts of the model are called; None before the first, and for units that are dead in
+            all passes.
         n_nan: the number of NaNs.
         n_inf: the number of infinities.
         n_total: the number of elements of the tensor that was made or held.

@@ -219,6 +219,12 @@ class ForwardChecks:
         if finding is not None:
             raise finding.error()
 
+    def begin_partial_run(self, current: Pass) -> None:
+        """Count what parts of the model run after an optimizer's step as another run."""
+        if not current.roots:
+            current.opened[RUN][0].step = self._n_runs
+            self._n_runs += 1
+
     def _judge_run(self, run: CheckedRun) -> CheckFinding | None:
         """Find who made a value that is not finite in a run; None if all is well."""
         self._has_measured = self._has_measured or any(not n.is_meta for _, n, _ in run.sums)
