@@ -225,3 +225,16 @@ def test_a_summary_counts_the_bytes_that_int8_weights_take(torchao_model):
     weights, scales, biases = 2 * 64 * 64, 2 * 64 * 4, 2 * 64 * 4
     assert table.parameters == 2 * (64 * 64 + 64)
     assert weights + scales + biases <= table.parameter_bytes < 2 * weights
+
+
+def test_torchao_weights_are_told_apart_and_extracted(torchao_model, tmp_path):
+    model, x = torchao_model, torch.randn(4, 64)
+    store = hl.extract(model, x, "0", to=tmp_path / "store")
+    assert torch.equal(store["0"][:], model[0](x))
+    runs, other = [], copy.deepcopy(model)
+    other[2].weight.qdata.neg_()
+    for net in (model, other):
+        with hl.record(net) as run, torch.no_grad():
+            net(x)
+        runs.append(run)
+    assert "weights of the model differ" in str(hl.compare(*runs).findings)

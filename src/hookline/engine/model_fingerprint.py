@@ -21,7 +21,7 @@ from xxhash import xxh3_128
 
 from hookline.engine.provenance import Provenance, device_of, flags_here, versions_here
 from hookline.engine.pytree import describe
-from hookline.engine.pytree.tree import attributes, local_shards
+from hookline.engine.pytree.tree import attributes, local_shards, parts_of_wrapper
 from hookline.engine.torch_private.distributed import class_before_fsdp2, gather_full, is_dtensor
 from hookline.engine.torch_private.modules import parts_of_sparse, wrapper_chain
 
@@ -195,7 +195,7 @@ def _bytes_of(tensor: Any) -> Any:
         return b""
     if tensor.layout is torch.sparse_coo and not tensor.is_coalesced():
         tensor = tensor.coalesce()
-    parts = parts_of_sparse(tensor)
+    parts = parts_of_sparse(tensor) or parts_of_wrapper(tensor)
     if parts:
         return b"".join(map(bytes, map(_bytes_of, parts)))
     try:

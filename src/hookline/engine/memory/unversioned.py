@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.engine.passes.modes import has_numbers, unwrap_all_transforms
+from hookline.engine.pytree.tree import parts_of_wrapper
 from hookline.engine.torch_private.distributed import is_distributed_job, is_dtensor
 from hookline.engine.torch_private.graph.compiler_state import may_use_cudagraph_memory
 from hookline.engine.torch_private.modules import own_parameters, tensor_tables
@@ -135,11 +136,9 @@ def first_cache_lines(tensor: Tensor) -> Iterator[int]:
     if is_lazy(tensor):
         return  # a lazy parameter has no memory before its module's first run
     tensor = unwrap_all_transforms(tensor)
-    if hasattr(tensor, "__tensor_flatten__"):  # a subclass, as of torchao; a DTensor
-        for name in tensor.__tensor_flatten__()[0]:
-            part = getattr(tensor, name)
-            if isinstance(part, Tensor):  # a DTensor also lists its mesh
-                yield from first_cache_lines(part)
+    if parts := parts_of_wrapper(tensor):
+        for part in parts:
+            yield from first_cache_lines(part)
     elif tensor.layout is torch.sparse_coo:
         yield from first_cache_lines(tensor._values())
     elif tensor.layout in _COMPRESSED:

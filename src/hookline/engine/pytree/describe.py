@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from hookline.display.text import plural
-from hookline.engine.pytree.tree import _SETS, Key, Leaf, items, tensors
+from hookline.engine.pytree.tree import _SETS, Key, Leaf, items, parts_of_wrapper, tensors
 from hookline.engine.torch_private.modules import parts_of_sparse
 
 
@@ -116,10 +116,8 @@ def n_bytes(value: Any) -> int:
 
 
 def _n_bytes(tensor: Any) -> int:
-    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper subclass, as in torchao
-        names, _ = tensor.__tensor_flatten__()
-        parts = [getattr(tensor, name) for name in names]
-        return sum(_n_bytes(part) for part in parts if isinstance(part, Tensor))
+    if parts := parts_of_wrapper(tensor):
+        return sum(map(_n_bytes, parts))
     if tensor.layout is not torch.strided and (parts := parts_of_sparse(tensor)):
         return sum(part.nbytes for part in parts)
     try:

@@ -391,6 +391,14 @@ def is_container(value: Any) -> bool:
     return isinstance(value, kinds) or dataclasses.is_dataclass(value)
 
 
+def parts_of_wrapper(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors inside a wrapper, such as a weight of torchao; nothing for others."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return []
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [part for part in parts if isinstance(part, Tensor)]  # a DTensor also lists its mesh
+
+
 def local_shards(value: Any) -> Any:
     """Return a value with this rank's part in place of each DTensor.
 
