@@ -238,3 +238,17 @@ def test_torchao_weights_are_told_apart_and_extracted(torchao_model, tmp_path):
             net(x)
         runs.append(run)
     assert "weights of the model differ" in str(hl.compare(*runs).findings)
+
+
+def test_torchao_weights_are_measured_by_what_they_stand_for(torchao_model):
+    model, x = torchao_model, torch.randn(4, 64)
+    weight = model[2].weight
+    floats = {name: value.dequantize() for name, value in model.state_dict().items() if "w" in name}
+    assert hl.compare(model.state_dict(), floats).counts["identical"] == 2
+    with hl.check(model), hl.monitor(model, "2", ports="value") as seen, torch.no_grad():
+        model(x)
+    assert seen["2.weight:value"].std == pytest.approx(weight.dequantize().std(correction=0).item())
+    weight.scale[3] = torch.nan
+    with pytest.raises(hl.NonFiniteError, match=r"2\.weight .* 64 NaN of 4,096"):
+        with hl.check(model):
+            model(x)

@@ -25,6 +25,7 @@ from hookline.engine import (
     unwrap_all_transforms,
 )
 from hookline.engine.pytree import tree
+from hookline.statistics.flat_numbers import is_quantised
 from hookline.statistics.moments import Moments
 
 # Sums of these overflow, or lose their digits, unless they are added up in float32.
@@ -143,6 +144,7 @@ def local_numbers(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if type(tensor) is not Tensor:
         tensor = local_part(tensor)
+        tensor = tensor.dequantize() if is_quantised(tensor) else tensor
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
         tensor = tensor.float()  # for float8, torch has few operations
     if tensor.layout is torch.strided:

@@ -41,11 +41,16 @@ def measurable_parts(value: Tensor) -> Iterable[Tensor]:
     return strided_parts(value.resolve_neg() if value.is_neg() else value)
 
 
+def is_quantised(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds other numbers than it stands for, as one of torch or torchao."""
+    return tensor.is_quantized or type(tensor).dequantize is not Tensor.dequantize
+
+
 def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor of any layout as strided tensors."""
     if tensor.is_nested:
         yield from tensor.unbind()
-    elif tensor.is_quantized:
+    elif is_quantised(tensor):
         yield tensor.dequantize()
     elif tensor.layout is not torch.strided:
         if tensor.numel() > DENSE_NUMEL:
