@@ -277,6 +277,14 @@ def test_files_of_arrays_and_other_frameworks(mlp, tmp_path):
     assert hl.compare({"loss": 0.5, "x": [X]}, {"loss": 0.5, "x": [X]}).counts["identical"] == 2
 
 
+def test_nested_lists_as_of_json_are_arrays():
+    rows = [[1, 2.5], [3, 4]]
+    comparison = hl.compare({"a": rows, "b": [[1], [2, 3]]}, {"a": torch.tensor(rows).double()})
+    assert comparison["a"].form == "[2, 2] float64"
+    assert comparison.counts["identical"] == 1
+    assert hl.compare({"a": rows}, {"a": torch.zeros(2, 2)}).first.site == "a"
+
+
 def test_a_recording_is_compared_with_the_arrays_of_its_sites(mlp):
     run = run_of(mlp, X, ports="output")
     arrays = {key: run[key].numpy() for key in ("(root)", "0", "1", "2")}

@@ -354,12 +354,25 @@ def _array_entries(arrays: Mapping[Any, Any], name: str) -> list[Entry]:
         Entry(
             _path(key),
             "",
-            value if isinstance(value, partial) else partial(arrays.get, key),
+            value if isinstance(value, partial) else partial(_read_array, arrays, key),
             "stored" if is_stored[key] else "output",
         )
         for key, value in arrays.items()
     ]
     return entries if all(is_stored.values()) else _sort_children_first(entries)
+
+
+def _read_array(arrays: Mapping[Any, Any], key: str) -> Any:
+    """Return a value of a dict; nested lists of numbers, as JSON holds an array, as one."""
+    value = number = arrays[key]
+    while isinstance(number, list) and number:
+        number = number[0]
+    if number is value or not isinstance(number, bool | int | float):
+        return value
+    try:
+        return np.asarray(value)
+    except ValueError:  # rows of different lengths
+        return value
 
 
 def _names_to_sites(arrays: Side, recording: Side, names: Container[str]) -> Side:
