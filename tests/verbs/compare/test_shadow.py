@@ -328,3 +328,39 @@ def test_nested_values_have_a_local_error():
     assert hl.shadow(encoder, port, inputs).ok
     port.layers[1].linear2.bias.data += 1
     assert not hl.shadow(encoder, port, inputs).ok
+
+
+class Narrow(nn.Module):
+    """A layer that computes in float32 with weights in a narrower dtype."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8).to(dtype), requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_in_float8_do_not_widen_the_floors(first):
+    layers = [Narrow(torch.float8_e4m3fn), nn.LayerNorm(8)]
+    reference = nn.Sequential(*(layers if first else layers[::-1]))
+    port = copy.deepcopy(reference)
+    norm = port[first]
+    norm.eps = 0.01
+    comparison = hl.shadow(reference, port, torch.randn(4, 8))
+    assert comparison.suspect == str(int(first))
+
+
+class InBfloat16(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.bfloat16()).float()
+
+
+def test_inputs_are_in_the_dtype_of_the_first_parameter():
+    reference = nn.Sequential(nn.Linear(8, 8), InBfloat16(8, 8).bfloat16())
+    port = copy.deepcopy(reference)
+    x = torch.randn(4, 8)
+    assert hl.shadow(reference, port, x).ok
+    port[0].bias.data += 1
+    assert hl.shadow(reference, port, x).suspect == "0"

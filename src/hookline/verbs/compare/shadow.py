@@ -314,8 +314,8 @@ def _run_both(
     Raises:
         InputError: a model does not run.
     """
-    dtypes = _coarsest_dtype(a), _coarsest_dtype(b)
-    coarser = max(dtypes, key=lambda dtype: eps_of([dtype]))
+    dtypes = [_computed_dtypes(model) for model in (a, b)]
+    coarser = max([*dtypes[0], *dtypes[1]], key=lambda dtype: eps_of([dtype]))
     remarks = []
     if coarser in _WIDENED:
         try:
@@ -329,9 +329,9 @@ def _run_both(
         else:
             return runs, _EPS_OF_FLOAT64, remarks
     runs = []
-    for name, model, dtype in zip("ab", (a, b), dtypes, strict=True):
+    for name, model, (first, *_) in zip("ab", (a, b), dtypes, strict=True):
         try:
-            runs.append(ModelRun(model, _run(model, _cast(inputs, dtype))))
+            runs.append(ModelRun(model, _run(model, _cast(inputs, first))))
         except HooklineError:
             raise
         except Exception as error:  # whatever the user's model raises
@@ -342,14 +342,17 @@ def _run_both(
                 " takes, and the other model too: a tensor, a tuple of arguments or a dict of"
                 " keyword arguments."
             ) from error
-    return runs, eps_of(dtypes), remarks
+    return runs, eps_of([coarser]), remarks
 
 
-def _coarsest_dtype(model: nn.Module) -> torch.dtype:
-    """Return the coarsest floating dtype of the parameters."""
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-    return max(floating, key=lambda dtype: eps_of([dtype]), default=torch.float32)
+def _computed_dtypes(model: nn.Module) -> list[torch.dtype]:
+    """Return the floating dtypes of the parameters in their order, the input's presumably first.
+
+    Weights in float8 are only stored so: torch adds and multiplies in another dtype.
+    """
+    dtypes = dict.fromkeys(parameter.dtype for parameter in model.parameters())
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1]
+    return floating or [torch.float32]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
