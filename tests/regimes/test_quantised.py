@@ -192,6 +192,19 @@ def test_a_quantised_value_is_edited_by_a_quantised_one_only(static, image):
             static(image)
 
 
+def test_other_batches_of_a_static_model_are_compared(static, image):
+    images = torch.cat([image, -image])
+    runs = []
+    for batch in (images, images.flip(0)[:1]):
+        with hl.record(static, ["**", "(root):input"]) as run:
+            static(batch)
+        runs.append(run)
+    comparison = hl.compare(*runs)
+    assert comparison.ok
+    assert comparison["conv"].verdict == "identical"
+    assert hl.invariance(static, images, only=["alone"]).ok
+
+
 @pytest.fixture
 def torchao_model():
     return int8_net()

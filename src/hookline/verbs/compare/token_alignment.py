@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.text import listed, plural
+from hookline.statistics.flat_numbers import is_quantised
 from hookline.verbs.compare.locate_tokens import ROWS, Tokens
 from hookline.verbs.compare.token_layouts import (
     HEADS,
@@ -204,7 +205,8 @@ class Alignment:
     def _join(self, side: int, by_pass: ByPass, reading: Reading) -> tuple[Tensor, Tensor] | str:
         """Join the tokens of all passes in the common order, with a mark for each that is there."""
         parts = []
-        for number, tensor in by_pass.items():
+        for number, stored in by_pass.items():
+            tensor = stored.dequantize() if is_quantised(stored) else stored
             places = self.places[side][number][reading.stream]
             if reading.axes == PAIRS:
                 parts.append(places.take_attention_pairs(tensor, self.spans[reading.stream]))
