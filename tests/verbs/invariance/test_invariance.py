@@ -714,3 +714,9 @@ def test_a_default_device_changes_no_check():
     with torch.device("meta"):
         found = hl.invariance(net, rows, only=["padded with positions", "alone", "reordered"])
     assert [row.outcome for row in found] == ["holds"] * 3
+
+
+def test_an_exported_program_gets_its_arguments_by_position():
+    x = torch.randn(3, 4)
+    program = torch.export.export(nn.Sequential(nn.Linear(4, 2)).eval(), (x,)).module()
+    assert hl.invariance(program, x, only=["reordered"]).ok

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.display.text import plural
+from hookline.engine import is_exported
 from hookline.engine.pytree import tree
 from hookline.verbs.shared.casting import cast_dtype
 from hookline.verbs.shared.run_model import arguments_of, signature_of
@@ -251,7 +252,8 @@ def batch_from_inputs(model: nn.Module, inputs: Any) -> Batch:
     """Return the arguments that inputs give to a model."""
     args, kwargs = arguments_of(inputs)
     signature = signature_of(model)
-    named = _by_name(signature, args)
+    # A program of torch.export takes arguments as it was exported with them.
+    named = {} if is_exported(model) else _by_name(signature, args)
     if named:
         args, kwargs = (), named
     config = getattr(model, "config", None)
