@@ -133,6 +133,12 @@ def test_embeddings_and_lone_inputs_are_told_apart():
     assert locate_tokens(run).contents[0] == {"": [5, 6, 7, 8]}
 
 
+@pytest.mark.parametrize("settings", [{"use_cache": False}, {"types": torch.zeros(2, 4).long()}])
+def test_ids_of_another_name_come_first(settings):
+    assert locate_tokens(run_of({"idx": IDS, **settings})).contents[0] == {"": [5, 6, 7, 8]}
+    assert ROWS in locate_tokens(run_of({"idx": IDS, "images": torch.ones(2, 3)})).grids[0]
+
+
 def test_images_are_rows_without_tokens():
     images = torch.randn(2, 3, 4, 4)
     tokens = locate_tokens(run_of({"pixel_values": images}))

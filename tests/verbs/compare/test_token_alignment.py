@@ -8,7 +8,7 @@ from torch import nn
 
 import hookline as hl
 from aligned import apart, chunked, ids, model, naive, recorded
-from hookline.verbs.compare.locate_tokens import ROWS, locate_tokens
+from hookline.verbs.compare.locate_tokens import ROWS, Tokens, locate_tokens
 from hookline.verbs.compare.token_alignment import align
 from hookline.verbs.compare.token_layouts import HEADS, ROW, Reading
 
@@ -219,6 +219,8 @@ def test_other_inputs_are_not_aligned_and_unknown_go_by_order():
     b = recorded(Odd(1), {"input_ids": ids(2, 4, seed=2)})
     why = align(locate_tokens(a), locate_tokens(b))
     assert why.startswith("the inputs differ: no sequence is in both (a begins with ")
+    why = align(locate_tokens(a), Tokens(contents=[{ROWS: ["a digest"]}]))
+    assert why.startswith("ids of tokens are known of one side alone: give tokens=(")
     meta = locate_tokens(a, {"input_ids": torch.zeros(2, 4, dtype=torch.long, device="meta")})
     alignment = align(meta, locate_tokens(b))
     assert "matched in their order" in alignment.notes[0]

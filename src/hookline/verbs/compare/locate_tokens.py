@@ -20,6 +20,7 @@ from hookline.verbs.shared.token_inputs import CACHES, token_inputs
 
 ROWS = "rows"  # the stream of inputs that are rows without tokens, such as images
 _PREFIXES = ("", "decoder_")
+_CONTENTS = ("input_ids", "inputs_embeds")
 _RECORD = 'Record the inputs: hl.record(model, ["**", "(root):input"]), or give tokens=.'
 
 
@@ -103,17 +104,26 @@ def passes_by_number(
 
 
 def _named_inputs(record: PassRecord, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of the model in a pass by name; a lone tensor is named `input`."""
+    """Return the arguments of the model in a pass by name.
+
+    The ids of tokens may have another name: a lone tensor of integers, or a matrix of them that is
+    the first of several.
+    """
     value = record.calls(INPUT)[0] if INPUT in record else None
     if value is None and given is None:
         raise Unreadable(f"the inputs of the model were not recorded.\n{_RECORD}")
     named: dict[Any, Any] = dict(tree.items(value) or ())
     if isinstance(value, Tensor):
         named = {"input": value}
-    ids = named.get("input")
-    if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.ndim in (1, 2):
-        named["input_ids"] = named.pop("input")
-    return {**named, **(given or {})}
+    named |= given or {}
+    has_ids = any(f"{prefix}{name}" in named for prefix in _PREFIXES for name in _CONTENTS)
+    tensors = {name: part for name, part in named.items() if isinstance(part, Tensor)}
+    if has_ids or not all(map(_is_integer, tensors.values())):
+        return named
+    first = next(iter(tensors), None)
+    if first is not None and (tensors[first].ndim == 2 or tensors[first].ndim == len(named) == 1):
+        named["input_ids"] = named.pop(first)
+    return named
 
 
 class _Reader:
@@ -131,7 +141,7 @@ class _Reader:
         """
         grids: dict[str, Grid] = {}
         for prefix in _PREFIXES:
-            given = (inputs.get(f"{prefix}{name}") for name in ("input_ids", "inputs_embeds"))
+            given = (inputs.get(f"{prefix}{name}") for name in _CONTENTS)
             content = next((value for value in given if isinstance(value, Tensor)), None)
             if content is not None:
                 rows = next((grid.row_owner for grid in grids.values()), None)
@@ -281,6 +291,10 @@ def _has_rows(tensor: Tensor) -> bool:
     """Tell whether a tensor has rows that can be read: it is not sparse, quantised or nested."""
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
     return is_strided and not tensor.is_quantized and tensor.ndim > 0 and has_numbers(tensor)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
 def _digest(tensor: Tensor) -> str:

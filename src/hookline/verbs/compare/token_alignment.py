@@ -249,6 +249,10 @@ def align(a: Tokens, b: Tokens, *, with_copies: bool = False) -> Alignment | str
         The alignment, or the reason why nothing can be aligned.
     """
     pairs, is_known = _match_sequences(a, b)
+    known = [{stream for row in side.contents for stream in row} for side in (a, b)]
+    if not pairs and known[0] and known[1] and known[0].isdisjoint(known[1]):
+        given = '{"input_ids": ids_a}, {"input_ids": ids_b}'
+        return f"ids of tokens are known of one side alone: give tokens=({given})"
     if not pairs:
         return f"the inputs differ: no sequence is in both{_first_tokens_text(a, b)}"
     if with_copies and is_known:
