@@ -141,9 +141,10 @@ class ForwardChecks:
         self._histories.append(history)
 
         def note(current: Pass, traits: Traits) -> None:
-            call = current.calls.get(history, 0)
-            current.calls[history] = call + 1
-            history.compare_run(traits, call, current.opened[RUN][0].step)
+            run: CheckedRun = current.opened[RUN][0]
+            call = run.n_calls[history]
+            run.n_calls[history] += 1
+            history.compare_run(traits, call, run.step)
             if traits.extremes is not None:
                 current.opened[_EXTREMES].append((history, call, traits.extremes))
 

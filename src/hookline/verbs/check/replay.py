@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,6 +72,8 @@ class CheckedRun:
     # A number for each output of a leaf module and of the root, in the order of the run, which is
     # not finite if any element of the output is not.
     sums: Sums = field(default_factory=list)
+    # How often the modules were called whose outputs are compared with those of other runs.
+    n_calls: Counter[object] = field(default_factory=Counter)
     start: RunStart | None = None  # what the run began with; None where that is not known
     # The number of its first node; None where the root was not called.
     first_node: int | None = None
