@@ -153,6 +153,14 @@ def test_running_out_of_memory_is_not_the_items_fault():
         run(source_of(Large(3), on_error="skip"), [0])
 
 
+def test_items_that_become_no_batch_need_a_collate_function():
+    items = [{"input": torch.zeros(2), "meta": None}] * 3
+    message = said(lambda: run(source_of(items), [0]))
+    assert message.startswith("item 0 must load, got TypeError: default_collate:")
+    assert "collate_fn=" in message
+    assert "on_error='skip'" in message
+
+
 def test_items_that_do_not_fit_together_are_refused():
     ragged = [torch.zeros(2), torch.zeros(3)]
     for on_error in ("raise", "skip"):

@@ -186,6 +186,9 @@ class SingleItems(Items):
                 batch.problem = problem
             elif good:
                 self._collate(batch, [by_index[index] for index in batch.items])
+            else:  # it may be how they are made one value, and not the items
+                for failure in batch.failures:
+                    failure.fix = failure.fix or self.fix
 
     def _try_each_alone(
         self, batch: RawBatch, indices: Iterable[int], work: Callable[[int], Any]
