@@ -32,8 +32,9 @@ def sites_of_part(model: nn.Module, selector: str) -> list[str]:
             "\nCall parts = hl.anatomy(model)."
         )
     text, _, port = selector[1:].partition(":")
-    name, _, n = text.rpartition(".")
-    names = sites(name, int(n)) if name and n.removeprefix("-").isdecimal() else sites(text, None)
+    name, _, layer = text.rpartition(".")
+    has_layer = bool(name) and layer.removeprefix("-").isdecimal()
+    names = sites(name, int(layer)) if has_layer else sites(text, None)
     return [_with_port(site, port, selector) for site in names] if port else list(names)
 
 

@@ -274,9 +274,13 @@ def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iter
             )
         return [pair for part in selector for pair in _match(tree, part, ports)]
     if isinstance(selector, str) and selector.startswith(".") and tree.nodes:
-        ends = {f":{p}" if p[:5] == "grad_" and ":" not in selector else "" for p in ports}
-        root = tree.nodes[0].module
-        return _match(tree, [s for end in ends for s in sites_of_part(root, selector + end)], ports)
+        root, ends = tree.nodes[0].module, [""]
+        if ":" not in selector:  # a part's site may name a port: that of its gradient is asked for
+            ends = [f":{port}" if port.startswith("grad_") else "" for port in ports]
+        sites = [
+            site for end in dict.fromkeys(ends) for site in sites_of_part(root, selector + end)
+        ]
+        return _match(tree, sites, ports)
     places, query = _find(tree, selector, ports)
     if not places:
         raise SelectionError(explain_no_match(tree, query))
