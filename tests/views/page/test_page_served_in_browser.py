@@ -162,7 +162,8 @@ def test_tokens_by_depth_are_read_by_keyboard(visit, tmp_path):
     assert faults_of(page) == []
     sample, asked = page.locator("#tokens input"), []
     page.route("**/tokens*sample=1*", lambda request: asked.append(request))  # noqa: PLW0108 (playwright marks it)
-    sample.press("ArrowUp")
+    with page.expect_request("**/tokens*sample=1*"):
+        sample.press("ArrowUp")
     page.keyboard.press("ArrowUp")
     norm = float(hl.open(tmp_path / "a")["1"][2, 2].norm())
     expect(page.locator("#cell")).to_contain_text(f"token 2: norm {norm:.4g}")
