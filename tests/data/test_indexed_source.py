@@ -160,6 +160,14 @@ def test_items_that_become_no_batch_need_a_collate_function():
     assert "collate_fn=" in message
     assert "on_error='skip'" in message
 
+    class BadFirst(Squares):
+        def __getitem__(self, index):
+            return super().__getitem__(index) if index in self.bad else items[0]
+
+    message = said(lambda: run(source_of(BadFirst(3, bad=[0])), [0]))
+    assert message.startswith("item 0 must load, got OSError: cannot read item 0.")
+    assert "collate_fn=" not in message  # that is of the items behind it
+
 
 def test_items_that_do_not_fit_together_are_refused():
     ragged = [torch.zeros(2), torch.zeros(3)]

@@ -187,7 +187,7 @@ class SingleItems(Items):
             elif good:
                 self._collate(batch, [by_index[index] for index in batch.items])
             else:  # it may be how they are made one value, and not the items
-                for failure in batch.failures:
+                for failure in batch.failures[-len(values) :]:
                     failure.fix = failure.fix or self.fix
 
     def _try_each_alone(
@@ -335,7 +335,7 @@ def start_iterator(data: Iterable[Any]) -> Iterator[Any]:
         return iter(data)
 
 
-def are_texts(data: Any) -> bool:
+def _are_texts(data: Any) -> bool:
     """Tell whether a batch is texts that nothing has tokenized."""
     is_sequence = isinstance(data, list | tuple)
     return is_sequence and bool(data) and all(isinstance(text, str) for text in data)
@@ -352,7 +352,7 @@ def _span(items: Sequence[int]) -> str:
 def _check_first_dimension(loaded: RawBatch, fix: str) -> None:
     """Check that a batch has a row for each item; a collate function may have dropped some."""
     n_items = len(loaded.items)
-    if are_texts(loaded.data):
+    if _are_texts(loaded.data):
         fix = "Give tokenize=, such as the tokenizer of the model, which makes tensors of texts."
     if not any(tensor.dim() and tensor.shape[0] == n_items for _, tensor in tensors(loaded.data)):
         raise InputError(
