@@ -363,3 +363,24 @@ def test_a_sparse_buffer_counts_by_its_indices_and_values(layout):
     eye = torch.eye(3)
     digests = {weights_of(dense) for dense in (eye, 2 * eye, eye.flip(0), eye.clone())}
     assert len(digests) == 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM, nn.GRUCell])
+def test_weights_that_a_quantised_module_packs_count(kind):
+    def weights_of(seed):
+        torch.manual_seed(seed)
+        layers = nn.Sequential(kind(4, 300))
+        return model_identity(torch.ao.quantization.quantize_dynamic(layers, {kind}))["weights"]
+
+    assert weights_of(0) == weights_of(0) != weights_of(1)
+
+
+def test_each_number_of_a_quantised_tensor_counts():
+    def weights_of(middle):
+        model, numbers = nn.Module(), torch.zeros(3000)  # repr shows the first and last three
+        numbers[1500] = middle
+        model.register_buffer("w", torch.quantize_per_tensor(numbers, 0.1, 0, torch.qint8))
+        return model_identity(model)["weights"]
+
+    assert weights_of(1.0) == weights_of(1.0) != weights_of(2.0)

@@ -108,7 +108,16 @@ def _weights(model: nn.Module, *, whole: bool = False, sampled: bool = False) ->
         tensor = gather_full(tensor) if whole and is_dtensor(tensor) else local_shards(tensor)
         digest.update(f"{name} {describe.in_words(tensor)}".encode())
         digest.update(_bytes_of(_sample(tensor) if sampled else tensor))
+    for path, module, _ in _modules_without_wrappers(model):
+        for name, value in vars(module).items():
+            if _is_packed(value):
+                digest.update(f"{path}.{name}".encode() + _bytes_of(value))
     return digest.hexdigest()
+
+
+def _is_packed(value: Any) -> bool:
+    """Tell whether it is an object of C++, in which torch's quantised modules hold weights."""
+    return type(value) is torch.ScriptObject and hasattr(value, "__getstate__")
 
 
 def _sample(tensor: Any) -> Any:
@@ -189,6 +198,10 @@ def _text_or_digest(texts: list[str]) -> str:
 
 
 def _bytes_of(tensor: Any) -> Any:
+    if _is_packed(tensor):
+        return _bytes_of(tensor.__getstate__())
+    if isinstance(tensor, tuple | list):
+        return b"".join(map(bytes, map(_bytes_of, tensor)))
     if not isinstance(tensor, Tensor):
         return repr(tensor).encode()
     if tensor.is_meta:
@@ -197,12 +210,14 @@ def _bytes_of(tensor: Any) -> Any:
         tensor = tensor.coalesce()
     parts = parts_of_sparse(tensor) or parts_of_wrapper(tensor)
     if parts:
-        return b"".join(map(bytes, map(_bytes_of, parts)))
+        return _bytes_of(parts)
+    if tensor.is_quantized:
+        return _bytes_of(tensor.dequantize())
     try:
         flat = tensor.cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().data
-    except (RuntimeError, TypeError):  # quantised, a subclass: by its numbers
-        return repr(tensor.dequantize() if tensor.is_quantized else tensor.tolist()).encode()
+    except (RuntimeError, TypeError):  # a subclass: by its numbers
+        return repr(tensor.tolist()).encode()
 
 
 @final

@@ -39,6 +39,17 @@ def test_arrays_of_numpy_are_read_and_texts_are_not():
     assert not any(pair.gap.differs for pair in pairs)
 
 
+def test_rows_of_several_lengths_in_an_array_are_each_a_tensor():
+    rows, doubled = np.empty(2, dtype=object), np.empty(2, dtype=object)
+    rows[:] = np.ones(3), np.ones(4)
+    doubled[:] = np.ones(3), np.full(4, 2.0)
+    compared = hl.compare({"fc": rows}, {"fc": doubled})
+    assert [(site.site, site.verdict) for site in compared] == [
+        ("fc:output[0]", "identical"),
+        ("fc:output[1]", "differs"),
+    ]
+
+
 def test_a_value_that_holds_itself_ends():
     cache = [X]
     cache.append(cache)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.display.text import first_line, torch_name
@@ -152,9 +153,12 @@ def arrays_in(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
         dtype = torch.float64 if isinstance(value, float) else None
         yield leaf, torch.tensor(value, dtype=dtype, device="cpu")
     elif hasattr(value, "__array__") and not isinstance(value, type):
-        array = _as_tensor(value)
-        if array is not None:
-            yield leaf, array
+        array = np.asarray(value)
+        tensor = _as_tensor(array)
+        if tensor is not None:
+            yield leaf, tensor
+        elif array.dtype == object and array.ndim:  # as NumPy holds rows of different lengths
+            yield from arrays_in(array.tolist(), leaf)
     elif hasattr(value, "read") and hasattr(value, "dtype"):  # rows of a file
         yield leaf, value.read()
     elif len(leaf) < _DEEPEST:
@@ -162,9 +166,8 @@ def arrays_in(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
             yield from arrays_in(part, (*leaf, key))
 
 
-def _as_tensor(value: Any) -> Tensor | None:
+def _as_tensor(array: NDArray[Any]) -> Tensor | None:
     """Return an array as a tensor; None if torch lacks its dtype, such as that of texts."""
-    array = np.asarray(value)
     if array.dtype.name == "bfloat16":  # which other libraries add to NumPy
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     try:
