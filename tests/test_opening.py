@@ -78,7 +78,7 @@ def test_a_pipe_in_the_folder_blocks_nobody(tmp_path, name):
 def test_a_folder_of_other_files_says_what_can_be_opened(tmp_path):
     for folder, reason in (
         (tmp_path, "it has no manifest.json"),
-        (tmp_path / "none", "the folder does not exist"),
+        (tmp_path / "none", "it does not exist"),
     ):
         with pytest.raises(hl.FolderError) as caught:
             hl.open(folder)

@@ -204,7 +204,7 @@ def test_an_empty_folder_may_be_a_run_before_its_first_step(at_once, tmp_path):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda path: None, "the folder does not exist"),
+        (lambda path: None, "it does not exist"),
         (lambda path: path.mkdir(), "it has no manifest.json"),
         (lambda path: path.write_text(""), "it is a file"),
     ],

@@ -399,7 +399,7 @@ def damage(manifest, **changes):
 
 def test_what_is_no_recording_is_refused(tmp_path):
     run = record_value(torch.ones(1))
-    with pytest.raises(hl.FolderError, match="the folder does not exist"):
+    with pytest.raises(hl.FolderError, match="it does not exist"):
         hl.open(tmp_path / "nowhere")
     with pytest.raises(hl.FolderError, match=r"it has no manifest\.json"):
         hl.open(tmp_path)

@@ -46,7 +46,7 @@ def _check_folder(place: Place) -> None:
             return
         raise _not_opened(place, "it is a file")
     except (FileNotFoundError, NotADirectoryError):
-        raise _not_opened(place, "the folder does not exist") from None
+        raise _not_opened(place, "it does not exist") from None
     except PermissionError:
         return  # reading it says what is wrong
 

@@ -412,7 +412,7 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(served, runs, tmp_path):
     server = served(tmp_path / "later")
     answer = server.get()
     assert answer.status == 503
-    assert "the folder does not exist" in answer.text
+    assert "it does not exist" in answer.text
     assert 'data-state=""' in answer.text
     shutil.copytree(runs / "a", tmp_path / "later")
     assert server.get().status == 200
