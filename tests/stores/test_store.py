@@ -52,6 +52,16 @@ def test_a_site_is_found_however_it_is_written(store, written, name):
     assert written in store
 
 
+def test_a_selection_of_a_site_is_a_key(tmp_path):
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+    store = hl.extract(net, torch.randn(5, 2), "*", tmp_path / "s")
+    assert store[hl.select(net, "1")].name == "1"
+    assert hl.select(net, "1") in store
+    assert hl.select(net, "*") not in store
+    with pytest.raises(hl.AmbiguousError, match="must be one site, got a selection of 2 sites"):
+        store[hl.select(net, "*")]
+
+
 def test_modules_with_a_colon_in_their_names_are_read(tmp_path):
     heads = torch.nn.ModuleDict({"a:b": torch.nn.Linear(2, 3), "c:output": torch.nn.Linear(2, 3)})
     net = torch.nn.Sequential(heads)

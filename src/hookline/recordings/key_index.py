@@ -218,7 +218,7 @@ def only_site(selection: Selection) -> Site:
         raise AmbiguousError(
             f"a key must be one site, got a selection of {plural(len(selection), 'site')}."
             f"\nLook up one of them, such as {quoted(sites[:1]) or 'a site that was selected'}, or"
-            " each: [run[site] for site in selection]."
+            " each: for site in selection."
         )
     return selection.sites[0]
 

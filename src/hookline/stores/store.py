@@ -16,7 +16,7 @@ from hookline.display.results import Printout, Result
 from hookline.display.text import first_line, plural, torch_name
 from hookline.display.text_table import Heading
 from hookline.display.units import measure, size
-from hookline.engine import Site, parse_site
+from hookline.engine import Selection, Site, parse_site
 from hookline.engine.provenance import Provenance
 from hookline.errors import (
     AmbiguousError,
@@ -29,7 +29,7 @@ from hookline.files.folder_or_url import Place, as_place
 from hookline.files.sealed_json import MANIFEST
 from hookline.files.unreadable_or_damaged import DAMAGE, read_errors
 from hookline.findings import Findings
-from hookline.recordings.key_index import suggestion_text
+from hookline.recordings.key_index import Key, only_site, suggestion_text
 from hookline.statistics import Moments, merge_by_key
 from hookline.statistics.site_dict import SiteDict
 from hookline.stores.column import Column
@@ -63,10 +63,10 @@ class Store(Result):
         >>> store["fc"][40:42].shape
         torch.Size([2, 3])
 
-    `hl.extract` and `hl.open` return stores. A site is written as in `hl.select`. `len(store)` is
-    the number of items, and iteration yields the sites. Values lie on disk, and are read when a
-    column is indexed. The rows are split over several files, the shards. The first read of a column
-    from a shard verifies a checksum.
+    `hl.extract` and `hl.open` return stores. A site is written as in `hl.select`, or given as a
+    selection of one site. `len(store)` is the number of items, and iteration yields the sites.
+    Values lie on disk, and are read when a column is indexed. The rows are split over several
+    files, the shards. The first read of a column from a shard verifies a checksum.
 
     `store.items` has the index of each item in its data set, since items may have been skipped. If
     rows are tokens, `store.tokens` has their ids.
@@ -90,6 +90,7 @@ class Store(Result):
         FolderError: the store is not finished, or its manifest is damaged.
         NotRecordedError: by `store[site]`: the store has no such site.
         SelectionError: by `store[site]`: the site is malformed.
+        AmbiguousError: by `store[site]`: a selection of several sites.
     """
 
     def __init__(self, place: Place, manifest: Mapping[str, Any]) -> None:
@@ -310,16 +311,16 @@ class Store(Result):
         labels = [file.partition("/")[0] if "/" in file else "" for file in self.files]
         return np.array(labels, object)
 
-    def __getitem__(self, site: str | Site) -> Column:
+    def __getitem__(self, site: Key) -> Column:
         return self._columns[self._column_name(site)]
 
     def __contains__(self, site: object) -> bool:
         """Return whether the store has values at a site."""
-        if not isinstance(site, str | Site):
+        if not isinstance(site, Key):
             return False
         try:
             self._column_name(site)
-        except (NotRecordedError, SelectionError):
+        except (AmbiguousError, NotRecordedError, SelectionError):
             return False
         return True
 
@@ -370,7 +371,7 @@ class Store(Result):
         joined._set_shards(Shards.joined(store._shards for store in stores))
         return joined
 
-    def dataset(self, *sites: str | Site) -> StoreDataset:
+    def dataset(self, *sites: Key) -> StoreDataset:
         """Return the rows as a `torch.utils.data.Dataset`, which is read by index.
 
             >>> rows = store.dataset("fc")
@@ -398,7 +399,7 @@ class Store(Result):
 
     def shuffled(
         self,
-        *sites: str | Site,
+        *sites: Key,
         batch_size: int | None = 256,
         seed: int = 0,
         shards: int = 16,
@@ -436,11 +437,11 @@ class Store(Result):
         how = Shuffle(batch_size, seed, shards, drop_last)
         return ShuffledRows(self._shards, columns, how, is_single=is_single)
 
-    def _columns_and_is_single(self, sites: Sequence[str | Site]) -> tuple[list[Column], bool]:
+    def _columns_and_is_single(self, sites: Sequence[Key]) -> tuple[list[Column], bool]:
         columns = {name: self[name] for name in map(self._column_name, sites or self.sites)}
         return list(columns.values()), len(sites or self.sites) == 1
 
-    def export(self, to: str | os.PathLike[str], format: Format, *sites: str | Site) -> Path:
+    def export(self, to: str | os.PathLike[str], format: Format, *sites: Key) -> Path:
         """Write the values in another format, without holding the whole store in memory.
 
             >>> import numpy as np
@@ -527,12 +528,14 @@ class Store(Result):
         """
         self._shards.release()
 
-    def _column_name(self, site: str | Site) -> str:
+    def _column_name(self, site: Key) -> str:
         """Return the name of a site's column, however the site is written."""
         if isinstance(site, str) and site in self._columns:
             return site
         if site == TOKEN:
             return self.tokens.name
+        if isinstance(site, Selection):
+            site = only_site(site)
         if not isinstance(site, str | Site):
             raise NotRecordedError(
                 f"a key must be a site, got {site!r}.\nGive as the key the site itself, such as"
