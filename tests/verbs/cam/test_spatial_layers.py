@@ -217,6 +217,28 @@ def test_the_layer_is_the_last_of_the_output_that_scores(head, layer):
     assert hl.cam(model, x, target=lambda out: out[head][:, 1].sum((1, 2))).layers == (layer,)
 
 
+class Detector(nn.Module):
+    """Reads the patches of its images by 25 queries, as DETR does."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.decoder = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.queries = nn.Parameter(torch.randn(25, 8))
+        self.classes = nn.Linear(8, 4)
+
+    def forward(self, x):
+        memory = self.encoder(self.patches(x).flatten(2).transpose(1, 2))
+        queries = self.decoder(self.queries.expand(len(x), -1, -1), memory)
+        return self.classes(queries).amax(1)
+
+
+def test_the_queries_of_a_detector_are_no_patches(x):
+    maps = hl.cam(Detector().eval(), x)
+    assert maps.layers == ("encoder",)
+
+
 class Pairs(nn.Module):
     """A layer that returns a tuple, one that runs twice, and one that never runs."""
 

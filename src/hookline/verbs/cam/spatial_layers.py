@@ -142,6 +142,7 @@ def last_spatial_layer(
             " square patches.\nName one with layer=, and with reshape= a function"
             " from its output to maps."
         )
+    candidates = _without_queries(candidates) or candidates
     last, last_grid = candidates[-1]
     has_tokens = last_grid.form == "tokens"
     if flow_back is None or not (has_tokens or has_several):
@@ -160,6 +161,27 @@ def last_spatial_layer(
         flow_back(run())
     # The gradient is None where none has arrived.
     return next((site for site in reversed(sites) if recorded_gradient(back, site)), last)
+
+
+def _without_queries(candidates: list[tuple[Site, Grid]]) -> list[tuple[Site, Grid]]:
+    """Leave out tokens that are no patches, such as the object queries of a detector.
+
+    Patches of a model with convolutions are those of a convolution, merged by powers of two.
+    """
+    maps = {(grid.height, grid.width) for _, grid in candidates if grid.form != "tokens"}
+    merged = {
+        grid
+        for height, width in maps
+        for factor in (1, 2, 4, 8, 16, 32)
+        for grid in (
+            (height // factor, width // factor),
+            (-(-height // factor), -(-width // factor)),
+        )
+    }
+    return [
+        (site, grid) for site, grid in candidates
+        if not maps or grid.form != "tokens" or (grid.height, grid.width) in merged
+    ]  # fmt: skip
 
 
 def recorded_gradient(run: Recording, site: Site) -> Any:
