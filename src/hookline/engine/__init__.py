@@ -34,7 +34,7 @@ from hookline.engine.memory.read_only import call_read_only, call_to_measure
 from hookline.engine.memory.unversioned import LINE, Unversioned, is_freed, makes_new_memory
 from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.operations.call_list import CallList, FunctionCall
-from hookline.engine.operations.mode import operations_on
+from hookline.engine.operations.operation_mode import hooked_operations_on
 from hookline.engine.operations.operation import Operation
 from hookline.engine.passes.as_recomputation import as_recomputation
 from hookline.engine.passes.running_calls import Calls

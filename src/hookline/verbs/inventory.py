@@ -24,9 +24,9 @@ from hookline.engine import (
     Tap,
     global_hooks,
     hook_dict,
+    hooked_operations_on,
     is_inert,
     module_tree,
-    operations_on,
     path_text,
     require_model,
     tensor_hooks,
@@ -139,7 +139,7 @@ def _entries(nodes: list[Any]) -> Iterator[HookEntry]:
     for kind, hook in global_hooks():
         yield _entry("(every module)", kind, hook)
     for node in nodes:
-        operations = operations_on(node.module)
+        operations = hooked_operations_on(node.module)
         named = [(f"{node.path}@{operation.name}", operation) for operation in operations]
         for path, module in [(node.path, node.module), *named]:
             for kind in HOOK_DICTS:

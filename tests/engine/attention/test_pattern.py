@@ -129,5 +129,5 @@ def test_blocks_tell_the_shape_and_dtype_of_the_whole(values):
         given = pattern.KernelArguments(q, k[..., :30, :], v[..., :30, :], torch.zeros(1, 30))
         for is_pattern in (True, False):
             blocks = pattern.QueryBlocks(given, is_pattern).detached()
-            whole = torch.cat(list(blocks), blocks.dim)
+            whole = torch.cat(list(blocks), blocks.query_dim)
             assert (blocks.shape, blocks.dtype) == (whole.shape, whole.dtype)

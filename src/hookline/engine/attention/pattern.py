@@ -36,78 +36,88 @@ class KernelArguments(NamedTuple):
 class QueryBlocks:
     """The scores or the pattern of a long text, in blocks of queries as it is iterated over."""
 
-    given: KernelArguments  # the arguments of the call
+    arguments: KernelArguments  # the arguments of the call
     is_pattern: bool  # whether the blocks are of the pattern, and not of the scores
 
     @property
     def shape(self) -> torch.Size:
         """The shape of all blocks joined: [..., head, query, key]."""
-        return torch.Size((*self.given.query.shape[:-1], self.given.key.shape[-2]))
+        return torch.Size((*self.arguments.query.shape[:-1], self.arguments.key.shape[-2]))
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the blocks."""
-        dtype = self.given.query.dtype
+        dtype = self.arguments.query.dtype
         return torch.float32 if dtype in _NARROW and not self.is_pattern else dtype
 
     def detached(self) -> QueryBlocks:
         """Return the blocks without the graph of autograd."""
         parts: list[Any] = [
-            part.detach() if isinstance(part, Tensor) else part for part in self.given
+            part.detach() if isinstance(part, Tensor) else part for part in self.arguments
         ]
         return QueryBlocks(KernelArguments(*parts), self.is_pattern)
 
     @property
-    def dim(self) -> int:
+    def query_dim(self) -> int:
         """The dimension of the queries in each block."""
-        return self.given.query.dim() - 2
+        return self.arguments.query.dim() - 2
 
     @property
-    def n_queries(self) -> int:
+    def queries_per_block(self) -> int:
         """The number of queries in a block."""
-        n_scores = self.given.query.shape[:-2].numel() * self.given.key.shape[-2]  # of a query
+        n_scores = (
+            self.arguments.query.shape[:-2].numel() * self.arguments.key.shape[-2]
+        )  # of a query
         return max(_BLOCK // max(n_scores, 1), _FEWEST_QUERIES)
 
     @property
-    def has_several(self) -> bool:
+    def has_several_blocks(self) -> bool:
         """Tell whether there is more than one block."""
-        return self.given.query.shape[-2] > self.n_queries
+        return self.arguments.query.shape[-2] > self.queries_per_block
 
     def __iter__(self) -> Iterator[Tensor]:
         """Compute one block after the other: [..., head, query, key]."""
-        given, n = self.given, self.n_queries
-        key = repeat_key_heads(_wide(given.key), given.query.shape[-3])
-        may_lack_keys = given.attn_mask is not None
-        for start in range(0, given.query.shape[-2], n):
-            query, mask = given.query[..., start : start + n, :], self._mask(start, start + n)
+        arguments, n = self.arguments, self.queries_per_block
+        key = repeat_key_heads(_half_to_float32(arguments.key), arguments.query.shape[-3])
+        may_lack_keys = arguments.attn_mask is not None
+        for start in range(0, arguments.query.shape[-2], n):
+            query, mask = (
+                arguments.query[..., start : start + n, :],
+                self._block_mask(start, start + n),
+            )
             # No name holds the scores: each block must be freed before the next is made.
             if self.is_pattern:
                 yield compute_pattern(
-                    _scores(query, key, mask, given.scale), query.dtype, may_lack_keys=may_lack_keys
+                    _scores(query, key, mask, arguments.scale),
+                    query.dtype,
+                    may_lack_keys=may_lack_keys,
                 )
             else:
-                yield _scores(query, key, mask, given.scale)
+                yield _scores(query, key, mask, arguments.scale)
 
-    def _mask(self, start: int, stop: int) -> Tensor | None:
-        given = self.given
-        if given.is_causal:
-            rows = min(stop, given.query.shape[-2]) - start
-            return _causal_mask(rows, given.key.shape[-2], start, given.query.device)
-        mask = given.attn_mask
+    def _block_mask(self, start: int, stop: int) -> Tensor | None:
+        arguments = self.arguments
+        if arguments.is_causal:
+            rows = min(stop, arguments.query.shape[-2]) - start
+            return _causal_mask(rows, arguments.key.shape[-2], start, arguments.query.device)
+        mask = arguments.attn_mask
         return mask if mask is None or mask.shape[-2] == 1 else mask[..., start:stop, :]
 
 
-def compute_scores(given: KernelArguments) -> Tensor:
+def compute_scores(arguments: KernelArguments) -> Tensor:
     """Return the scaled and masked scores of a call, float32 if the queries are narrower."""
-    query, key = given.query, repeat_key_heads(_wide(given.key), given.query.shape[-3])
-    mask = given.attn_mask
-    if given.is_causal:
+    query, key = (
+        arguments.query,
+        repeat_key_heads(_half_to_float32(arguments.key), arguments.query.shape[-3]),
+    )
+    mask = arguments.attn_mask
+    if arguments.is_causal:
         mask = _causal_mask(query.shape[-2], key.shape[-2], 0, query.device)
-    return _scores(query, key, mask, given.scale)
+    return _scores(query, key, mask, arguments.scale)
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    query = _wide(query)
+    query = _half_to_float32(query)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = _scaled_product(query, key, scale)
     if mask is None:
@@ -135,7 +145,7 @@ def _causal_mask(n_queries: int, n_keys: int, start: int, device: torch.device) 
     return torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(start)
 
 
-def _wide(value: Tensor) -> Tensor:
+def _half_to_float32(value: Tensor) -> Tensor:
     return value.float() if value.dtype in _NARROW else value
 
 

@@ -16,17 +16,17 @@ from hookline.engine.function_names import Function, argument_names, functions_b
 _PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 
 
-def products() -> list[Function]:
+def product_functions() -> list[Function]:
     """Return the functions of torch by which models multiply queries by keys."""
     return [function for name in _PRODUCTS for function in functions_by_name()[name]]
 
 
-class Form(NamedTuple):
-    """The form of one product: the operands of a call, and their layout."""
+class Operands(NamedTuple):
+    """The two operands of a product, and their layout."""
 
     first: Tensor
     second: Tensor
-    layout: Matrices | Letters
+    layout: MatmulLayout | EinsumLayout
 
     @property
     def query(self) -> Tensor:
@@ -48,8 +48,8 @@ class Product:
         self.place = 1 if name == "baddbmm" else 0
         self.names: tuple[str, ...] = argument_names(function).names[self.place : self.place + 2]
 
-    def form(self, args: Any, kwargs: Any, n_heads: int | None) -> Form | None:
-        """Return the form of a call; None for a product that is none of matrices by head.
+    def operands(self, args: Any, kwargs: Any, n_heads: int | None) -> Operands | None:
+        """Return the operands of a call; None for a product that is none of matrices by head.
 
         Args:
             args: the arguments of the call.
@@ -57,7 +57,7 @@ class Product:
             n_heads: the number of heads of the module; None if not known.
         """
         if self.is_einsum:
-            return _form_of_einsum(args)
+            return _einsum_operands(args)
         first, second = [
             args[place] if len(args) > place else kwargs.get(name)
             for place, name in enumerate(self.names, self.place)
@@ -66,18 +66,18 @@ class Product:
             return None
         if first.dim() < 3 or second.dim() < 3:
             return None
-        return Form(first, second, Matrices(self.place, self.names, n_heads))
+        return Operands(first, second, MatmulLayout(self.place, self.names, n_heads))
 
 
-def _form_of_einsum(args: Any) -> Form | None:
-    equation, *operands = args
-    if len(operands) != 2 or not isinstance(equation, str):
+def _einsum_operands(args: Any) -> Operands | None:
+    equation, *tensors = args
+    if len(tensors) != 2 or not isinstance(equation, str):
         return None
-    letters = Letters.of(equation.replace(" ", ""))
-    return None if letters is None else Form(operands[0], operands[1], letters)
+    letters = EinsumLayout.of(equation.replace(" ", ""))
+    return None if letters is None else Operands(tensors[0], tensors[1], letters)
 
 
-def may_make_scores(form: Form, weights: Sequence[Tensor]) -> bool:
+def may_be_query_key_product(operands: Operands, weights: Sequence[Tensor]) -> bool:
     """Tell whether a product can be that of queries and keys.
 
     A product with a parameter is a projection, also where another tensor stands for it, as in
@@ -85,15 +85,17 @@ def may_make_scores(form: Form, weights: Sequence[Tensor]) -> bool:
     over a single number makes the angles of rotary embeddings.
 
     Args:
-        form: the form of the product.
+        operands: the operands of the product.
         weights: the parameters of the module in whose forward it is.
     """
-    for operand in (form.first, form.second):
+    for operand in (operands.first, operands.second):
         if isinstance(operand, nn.Parameter) or any(operand is weight for weight in weights):
             return False
-    if isinstance(form.layout, Letters):  # both operands have the letters of batch and head
+    if isinstance(
+        operands.layout, EinsumLayout
+    ):  # both operands have the letters of batch and head
         return True
-    query, key = form.first.shape, form.second.shape
+    query, key = operands.first.shape, operands.second.shape
     return len(query) == len(key) and (key[0] != 1 or query[0] == 1) and query[-1] > 1
 
 
@@ -106,84 +108,86 @@ class Layout:
 
     left, right = "first", "second"
     _by_head: Callable[[Tensor, int], Tensor]  # gives an operand, or the result, by head
-    _like: Callable[[Tensor, Tensor, int], Tensor]  # gives it back as it was before
+    _undo_by_head: Callable[[Tensor, Tensor, int], Tensor]  # gives it back as it was before
 
-    def query(self, form: Form) -> Tensor:
+    def query(self, operands: Operands) -> Tensor:
         """Return the queries by head."""
-        return self._by_head(getattr(form, self.left), _LEFT)
+        return self._by_head(getattr(operands, self.left), _LEFT)
 
-    def value(self, form: Form) -> Tensor:
+    def value(self, operands: Operands) -> Tensor:
         """Return the values by head, of the second product; of the first one, transposed keys."""
-        return self._by_head(getattr(form, self.right), _RIGHT)
+        return self._by_head(getattr(operands, self.right), _RIGHT)
 
     def output(self, result: Tensor) -> Tensor:
         """Return the result of the second product by head."""
         return self._by_head(result, _RESULT)
 
-    def put_query(self, query: Tensor, form: Form) -> Form:
-        """Return the form with other queries."""
-        changed: Any = {self.left: self._like(query, getattr(form, self.left), _LEFT)}
-        return form._replace(**changed)
+    def put_query(self, query: Tensor, operands: Operands) -> Operands:
+        """Return the operands with other queries."""
+        changed: Any = {self.left: self._undo_by_head(query, getattr(operands, self.left), _LEFT)}
+        return operands._replace(**changed)
 
-    def put_value(self, value: Tensor, form: Form) -> Form:
-        """Return the form with other values, or transposed keys."""
-        changed: Any = {self.right: self._like(value, getattr(form, self.right), _RIGHT)}
-        return form._replace(**changed)
+    def put_value(self, value: Tensor, operands: Operands) -> Operands:
+        """Return the operands with other values, or transposed keys."""
+        changed: Any = {
+            self.right: self._undo_by_head(value, getattr(operands, self.right), _RIGHT)
+        }
+        return operands._replace(**changed)
 
     def put_output(self, output: Tensor, result: Tensor) -> Tensor:
         """Return the result of the second product, changed by head."""
-        return self._like(output, result, _RESULT)
+        return self._undo_by_head(output, result, _RESULT)
 
 
 _LEFT, _RIGHT, _RESULT = range(3)
 
 
 @final
-class Matrices(Layout):
+class MatmulLayout(Layout):
     """The layout of `matmul`, `bmm` and `baddbmm`.
 
     Args:
         place: the place of the first operand among the arguments.
         names: the names of both operands.
         n_heads: the number of heads, where the first dimension is batch · head; None if not known.
-        is_turned: whether the product is `v.T @ pattern.T`, as where channels come first.
+        is_swapped: whether the product is `v.T @ pattern.T`, as where channels come first.
     """
 
     def __init__(
-        self, place: int, names: tuple[str, ...], n_heads: int | None, *, is_turned: bool = False
+        self, place: int, names: tuple[str, ...], n_heads: int | None, *, is_swapped: bool = False
     ) -> None:
         self.place: int = place
         self.names: tuple[str, ...] = names
         self.n_heads: int | None = n_heads
-        self.is_turned: bool = is_turned
-        if is_turned:
+        self.is_swapped: bool = is_swapped
+        if is_swapped:
             self.left, self.right = "second", "first"
 
-    def turned(self) -> Matrices:
+    def with_sides_swapped(self) -> MatmulLayout:
         """Return the layout with the pattern on the other side."""
-        return Matrices(self.place, self.names, self.n_heads, is_turned=not self.is_turned)
+        return MatmulLayout(self.place, self.names, self.n_heads, is_swapped=not self.is_swapped)
 
     def key_dim(self, scores: Tensor) -> int | None:
         """Return the dimension of the keys in scores."""
         return scores.dim() - 1
 
     def _by_head(self, value: Tensor, which: int) -> Tensor:
-        if self.is_turned:
+        if self.is_swapped:
             value = value.transpose(-2, -1)
         heads = self.n_heads
         if value.dim() != 3 or heads is None or value.shape[0] % heads:
             return value
         return value.reshape(-1, heads, *value.shape[1:])
 
-    def _like(self, value: Tensor, before: Tensor, which: int) -> Tensor:
+    def _undo_by_head(self, value: Tensor, before: Tensor, which: int) -> Tensor:
         value = value.flatten(0, 1) if value.dim() > before.dim() else value
-        return value.transpose(-2, -1) if self.is_turned else value
+        return value.transpose(-2, -1) if self.is_swapped else value
 
-    def arguments(self, form: Form, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of the call with the operands of a form."""
+    def put_operands(self, operands: Operands, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of the call with these operands."""
         args, kwargs = list(args), dict(kwargs)
-        operands = zip(self.names, (form.first, form.second), strict=True)
-        for place, (name, operand) in enumerate(operands, self.place):
+        named = zip(self.names, (operands.first, operands.second), strict=True)
+        for place, (name, operand) in enumerate(named, self.place):
             if len(args) > place:
                 args[place] = operand
             else:
@@ -192,7 +196,7 @@ class Matrices(Layout):
 
 
 @final
-class Letters(Layout):
+class EinsumLayout(Layout):
     """The layout of an `einsum`, by the places of its letters.
 
     Args:
@@ -206,11 +210,11 @@ class Letters(Layout):
         self.orders: Sequence[tuple[int, ...]] = orders
 
     @staticmethod
-    def of(equation: str) -> Letters | None:
+    def of(equation: str) -> EinsumLayout | None:
         """Return the layout of an equation; None if it is no product of matrices by head."""
         operands, _, out = equation.partition("->")
         first, _, second = operands.partition(",")
-        width, row, column = (_within(*sets) for sets in (
+        width, row, column = (_shared_letters(*sets) for sets in (
             (first, second, out), (first, out, second), (second, out, first),
         ))  # fmt: skip
         if "." in equation or len(out) < 3 or not len(width) == len(row) == len(column) == 1:
@@ -220,15 +224,17 @@ class Letters(Layout):
         if row == out[-1]:  # the letter of the keys, or of the width of the values, comes last
             left, right = right, left
             first, second, row, column = second, first, column, row
-        of_left = _places(batch + row + width, first)
-        of_right = _places(batch + width + column, second)
-        return Letters(left, right, (of_left, of_right, _places(batch + row + column, out)))
+        of_left = _letter_indices(batch + row + width, first)
+        of_right = _letter_indices(batch + width + column, second)
+        return EinsumLayout(
+            left, right, (of_left, of_right, _letter_indices(batch + row + column, out))
+        )
 
-    def turned(self) -> Letters:
+    def with_sides_swapped(self) -> EinsumLayout:
         """Return the layout with the pattern on the other side."""
         left, right, result = self.orders
         orders = [(*order[:-2], order[-1], order[-2]) for order in (right, left, result)]
-        return Letters(self.right, self.left, orders)
+        return EinsumLayout(self.right, self.left, orders)
 
     def key_dim(self, scores: Tensor) -> int | None:
         """Return the dimension of the keys in scores; None if the scores were reshaped."""
@@ -238,19 +244,19 @@ class Letters(Layout):
     def _by_head(self, value: Tensor, which: int) -> Tensor:
         return value.permute(self.orders[which])
 
-    def _like(self, value: Tensor, before: Tensor, which: int) -> Tensor:
+    def _undo_by_head(self, value: Tensor, before: Tensor, which: int) -> Tensor:
         order = self.orders[which]
         return value.permute([order.index(place) for place in range(len(order))])
 
-    def arguments(self, form: Form, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of the call with the operands of a form."""
-        return (args[0], form.first, form.second), kwargs
+    def put_operands(self, operands: Operands, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of the call with these operands."""
+        return (args[0], operands.first, operands.second), kwargs
 
 
-def _within(first: str, second: str, without: str) -> str:
+def _shared_letters(first: str, second: str, excluding: str) -> str:
     """Return the letters of two texts that a third does not have."""
-    return "".join(letter for letter in first if letter in second and letter not in without)
+    return "".join(letter for letter in first if letter in second and letter not in excluding)
 
 
-def _places(letters: str, text: str) -> tuple[int, ...]:
+def _letter_indices(letters: str, text: str) -> tuple[int, ...]:
     return tuple(text.index(letter) for letter in letters)

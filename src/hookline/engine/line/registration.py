@@ -20,7 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.engine.compile.guards import update_mark
 from hookline.engine.line.attachment import Attachment, retry_interrupted
-from hookline.engine.operations.mode import OperationMode, drop_leftover_modes, mode_of
+from hookline.engine.operations.operation_mode import (
+    OperationMode,
+    drop_leftover_modes,
+    operation_mode,
+)
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
 from hookline.engine.taps.base import ON_OUTPUT, HookOwner, HookSpec, Order, Tap, walked_over
 from hookline.engine.taps.mode_tap import ModeTap, choose_active_tap
@@ -134,7 +138,7 @@ class Registrations(Attachment):
     def _watch(self, node: OperationNode) -> None:
         """Have the module of an operation watch for calls of the operation."""
         host = node.host
-        mode = mode_of(host.module)
+        mode = operation_mode(host.module)
         if id(host.module) not in self._watched:
             self._watched[id(host.module)] = host.module, len(self.placed)
             self._place(ModeTap(mode), host, prepend=False)
@@ -148,7 +152,7 @@ class Registrations(Attachment):
             yield
         finally:
             while self._stale:
-                self._stale.popitem()[1].update_calls()
+                self._stale.popitem()[1].update_hooked_functions()
 
     def _place_on_module(
         self, module: nn.Module, spec: HookSpec, hook: Hook, order: Order, *, prepend: bool
@@ -273,8 +277,8 @@ class Registrations(Attachment):
                     raise
         del self.placed[keep:]
         for module, _ in self._watched.values():
-            mode = mode_of(module)
-            mode.update_calls()
+            mode = operation_mode(module)
+            mode.update_hooked_functions()
             choose_active_tap(module, mode)
         self._watched = {key: item for key, item in self._watched.items() if item[1] < keep}
 
@@ -316,7 +320,7 @@ class Registrations(Attachment):
                     update_mark(module)
                 self.placed[index] = _TAKEN_OFF
         for module, _ in self._watched.values():
-            mode_of(module).update_calls()
+            operation_mode(module).update_hooked_functions()
 
 
 def _free_id(hooks: HookDict, flags: int = 0) -> int:

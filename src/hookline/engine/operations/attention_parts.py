@@ -28,15 +28,15 @@ from hookline.engine.attention.pattern import (
     repeat_key_heads,
 )
 from hookline.engine.attention.products import (
-    Form,
-    Letters,
-    Matrices,
+    EinsumLayout,
+    MatmulLayout,
+    Operands,
     Product,
-    may_make_scores,
-    products,
+    may_be_query_key_product,
+    product_functions,
 )
 from hookline.engine.function_names import Function, argument_names, functions_by_name, name_of
-from hookline.engine.operations.operation import Operation, traceable
+from hookline.engine.operations.operation import Operation, make_traceable
 from hookline.errors import AttachError
 
 PARTS = ("q", "k", "v", "scores", "pattern", "z")
@@ -58,7 +58,7 @@ class PlainCall:
     """A function without an operation."""
 
     def __init__(self, function: Function) -> None:
-        self.function: Function = traceable(function)
+        self.function: Function = make_traceable(function)
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the function."""
@@ -67,13 +67,14 @@ class PlainCall:
 
 @final
 @dataclass(slots=True, eq=False)
-class Progress:
+class CallProgress:
     """Track the step that a call has reached, in a module that computes attention stepwise."""
 
     step: int = 0  # 0 before the scores, 1 before the softmax, 2 before the product with the values
     n_keys: int = 0  # the number of keys
     n_scores: int = 0  # the number of scores
-    layout: Matrices | Letters | None = None  # the layout of the product that gave the scores
+    # The layout of the product that gave the scores.
+    layout: MatmulLayout | EinsumLayout | None = None
     # The memory of the scores and, from the softmax on, that of the pattern.
     memory: Memory | None = None
 
@@ -82,7 +83,7 @@ class _Stack(threading.local):
     """The running calls of a module in each thread."""
 
     def __init__(self) -> None:
-        self.calls: list[Progress] = []
+        self.calls: list[CallProgress] = []
 
 
 @final
@@ -109,12 +110,12 @@ class Attention:
         self.n_groups: int = getattr(module, "num_key_value_groups", 1)
         self.squares: list[Operation] = []
         self.takes_blocks: bool = False
-        self.traced: Progress = Progress()
+        self.traced: CallProgress = CallProgress()
         self._here = _Stack()
         is_none = next(module.parameters(recurse=False), None) is None
         self._module: weakref.ref[nn.Module] | None = None if is_none else weakref.ref(module)
 
-    def weights(self) -> list[Tensor]:
+    def own_parameters(self) -> list[Tensor]:
         """List the module's own parameters, which other tensors may stand for at present."""
         module = None if self._module is None or is_dynamo_compiling() else self._module()
         return [] if module is None else list(module.parameters(recurse=False))
@@ -129,7 +130,7 @@ class Attention:
         """Tell whether a hook needs the graph to pass through scores or pattern in this thread."""
         if is_dynamo_compiling():
             return any(operation.needs_graph for operation in self.squares)
-        return any(operation.needs_graph_here() for operation in self.squares)
+        return any(operation.needs_graph_in_thread() for operation in self.squares)
 
     def replacement_calls(self, inner: dict[Function, Operation]) -> dict[Function, Call]:
         """Return what stands for the functions of which attention consists.
@@ -138,11 +139,13 @@ class Attention:
             inner: the operations of functions that have hooks of their own.
         """
         calls: dict[Function, Call] = {}
-        for function in products():
-            calls[function] = ProductCall(self, Product(function), _or_plain(inner, function))
+        for function in product_functions():
+            calls[function] = ProductCall(
+                self, Product(function), _operation_or_plain(inner, function)
+            )
         for function in functions_by_name()["softmax"]:
-            calls[function] = SoftmaxCall(self, function, _or_plain(inner, function))
-        calls[_KERNEL] = KernelCall(self, _or_plain(inner, _KERNEL))
+            calls[function] = SoftmaxCall(self, function, _operation_or_plain(inner, function))
+        calls[_KERNEL] = KernelCall(self, _operation_or_plain(inner, _KERNEL))
         return calls
 
     # -- the running call --------------------------------------------------------------------------
@@ -152,7 +155,7 @@ class Attention:
         if is_dynamo_compiling():
             self.traced.step = 0
         else:
-            self._here.calls.append(Progress())
+            self._here.calls.append(CallProgress())
 
     def end(self, *, is_whole: bool) -> None:
         """End a call of the module.
@@ -172,7 +175,7 @@ class Attention:
         if step == 1 and is_whole:
             self._refuse_product("it takes no softmax of its first product over what would be keys")
 
-    def begin_again(self, progress: Progress) -> None:
+    def restart(self, progress: CallProgress) -> None:
         """Begin anew at a product that takes what the first one has made: that was a projection.
 
         Raises:
@@ -206,16 +209,16 @@ class Attention:
         )
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> CallProgress:
         """Return the progress of the running call."""
         if is_dynamo_compiling():
             return self.traced
         calls = self._here.calls
-        return calls[-1] if calls else Progress()
+        return calls[-1] if calls else CallProgress()
 
     # -- values ------------------------------------------------------------------------------------
 
-    def show(self, name: str, value: Tensor | QueryBlocks) -> Any:
+    def call_hooks(self, name: str, value: Tensor | QueryBlocks) -> Any:
         """Hand the value of a part to the hooks on it, and return what they made of it."""
         return self.parts[name](value) if name in self.parts else value
 
@@ -242,7 +245,7 @@ def _n_heads(module: nn.Module) -> int | None:
     return None
 
 
-def _or_plain(inner: dict[Function, Operation], function: Function) -> Call:
+def _operation_or_plain(inner: dict[Function, Operation], function: Function) -> Call:
     return inner.get(function) or PlainCall(function)
 
 
@@ -259,69 +262,75 @@ class ProductCall:
         """Call the function."""
         of = self.attention
         progress = of.progress
-        form = self.product.form(args, kwargs, of.n_heads)
-        if form is None:
+        operands = self.product.operands(args, kwargs, of.n_heads)
+        if operands is None:
             return self.inner.call(args, kwargs)
-        operands = form.first, form.second
-        if progress.step == 1 and any(_is_in(progress.memory, operand) for operand in operands):
-            of.begin_again(progress)
-        if progress.step == 0 and may_make_scores(form, of.weights()):
-            return self._scores(progress, form, args, kwargs)
-        of_pattern = _pattern_on_left(form, progress) if progress.step == 2 else None
+        if progress.step == 1 and any(
+            _is_memory_of(progress.memory, operand) for operand in (operands.first, operands.second)
+        ):
+            of.restart(progress)
+        if progress.step == 0 and may_be_query_key_product(operands, of.own_parameters()):
+            return self._call_query_key_product(progress, operands, args, kwargs)
+        of_pattern = _with_pattern_on_left(operands, progress) if progress.step == 2 else None
         if of_pattern is None:
             return self.inner.call(args, kwargs)  # another product
-        return self._output(progress, of_pattern, args, kwargs)
+        return self._call_pattern_value_product(progress, of_pattern, args, kwargs)
 
-    def _scores(self, progress: Progress, form: Form, args: Any, kwargs: Any) -> Any:
-        of, layout = self.attention, form.layout
+    def _call_query_key_product(
+        self, progress: CallProgress, operands: Operands, args: Any, kwargs: Any
+    ) -> Any:
+        of, layout = self.attention, operands.layout
         if "q" in of.parts:
-            form = layout.put_query(of.show("q", layout.query(form)), form)
+            operands = layout.put_query(of.call_hooks("q", layout.query(operands)), operands)
         if "k" in of.parts:
-            key = of.show("k", layout.value(form).transpose(-2, -1))
-            form = layout.put_value(key.transpose(-2, -1), form)
-        args, kwargs = layout.arguments(form, args, kwargs)
+            key = of.call_hooks("k", layout.value(operands).transpose(-2, -1))
+            operands = layout.put_value(key.transpose(-2, -1), operands)
+        args, kwargs = layout.put_operands(operands, args, kwargs)
         scores = self.inner.call(args, kwargs)
-        progress.step, progress.layout, progress.memory = 1, layout, _memory(scores)
+        progress.step, progress.layout, progress.memory = 1, layout, _memory_of(scores)
         dim = layout.key_dim(scores)
         progress.n_keys = scores.shape[-1 if dim is None else dim]
         progress.n_scores = scores.numel()
         return scores
 
-    def _output(self, progress: Progress, form: Form, args: Any, kwargs: Any) -> Any:
-        of, layout = self.attention, form.layout
+    def _call_pattern_value_product(
+        self, progress: CallProgress, operands: Operands, args: Any, kwargs: Any
+    ) -> Any:
+        of, layout = self.attention, operands.layout
         progress.step = 0
         if "v" in of.parts:
-            form = layout.put_value(of.show("v", layout.value(form)), form)
-            args, kwargs = layout.arguments(form, args, kwargs)
+            operands = layout.put_value(of.call_hooks("v", layout.value(operands)), operands)
+            args, kwargs = layout.put_operands(operands, args, kwargs)
         result = self.inner.call(args, kwargs)
         if "z" in of.parts:
-            result = layout.put_output(of.show("z", layout.output(result)), result)
+            result = layout.put_output(of.call_hooks("z", layout.output(result)), result)
         return result
 
 
-def _pattern_on_left(form: Form, progress: Progress) -> Form | None:
-    """Return the form of the product with the values, laid out with the pattern on the left.
+def _with_pattern_on_left(operands: Operands, progress: CallProgress) -> Operands | None:
+    """Return the operands of the product with the values, laid out with the pattern on the left.
 
     Models whose channels come first multiply the values by the transposed pattern. Where both
     operands have its size, it is the one in its memory or, after a dropout or a cast, the one
     without negative numbers.
     """
-    fits = _has_size(form.query, progress)
-    if fits and (is_dynamo_compiling() or _is_in(progress.memory, form.query)):
-        return form
-    turned = form._replace(layout=form.layout.turned())
-    if not _has_size(turned.query, progress):
-        return form if fits else None
-    if not fits or _is_in(progress.memory, turned.query):
-        return turned
-    return turned if _is_nonnegative(turned.query) and not _is_nonnegative(form.query) else form
+    fits = _has_size_of_scores(operands.query, progress)
+    if fits and (is_dynamo_compiling() or _is_memory_of(progress.memory, operands.query)):
+        return operands
+    swapped = operands._replace(layout=operands.layout.with_sides_swapped())
+    if not _has_size_of_scores(swapped.query, progress):
+        return operands if fits else None
+    if not fits or _is_memory_of(progress.memory, swapped.query):
+        return swapped
+    is_swapped = _is_nonnegative(swapped.query) and not _is_nonnegative(operands.query)
+    return swapped if is_swapped else operands
 
 
-def _has_size(value: Tensor, progress: Progress) -> bool:
+def _has_size_of_scores(value: Tensor, progress: CallProgress) -> bool:
     return value.numel() == progress.n_scores and value.shape[-1] == progress.n_keys
 
 
-def _memory(value: Tensor) -> Memory | None:
+def _memory_of(value: Tensor) -> Memory | None:
     """Return a weak reference to a value's memory; None where it cannot be known."""
     if is_dynamo_compiling():
         return None
@@ -331,9 +340,9 @@ def _memory(value: Tensor) -> Memory | None:
         return None
 
 
-def _is_in(memory: Memory | None, value: Tensor) -> bool:
+def _is_memory_of(memory: Memory | None, value: Tensor) -> bool:
     # While the weak reference exists, no other memory has its number.
-    return memory is not None and _memory(value) == memory
+    return memory is not None and _memory_of(value) == memory
 
 
 def _is_nonnegative(value: Tensor) -> bool:
@@ -356,7 +365,7 @@ class SoftmaxCall:
 
     def __init__(self, attention: Attention, function: Function, inner: Call) -> None:
         self.attention: Attention = attention
-        self.dim_place: int = _dim_place(function)
+        self.index_of_dim: int = _index_of_dim(function)
         self.inner: Call = inner
 
     def call(self, args: Any, kwargs: Any) -> Any:
@@ -364,30 +373,30 @@ class SoftmaxCall:
         of = self.attention
         progress = of.progress
         scores = args[0] if args else kwargs["input"]
-        dim = args[self.dim_place] if len(args) > self.dim_place else kwargs.get("dim")
+        dim = args[self.index_of_dim] if len(args) > self.index_of_dim else kwargs.get("dim")
         layout = progress.layout
         if progress.step != 1 or layout is None or not _are_scores(scores, dim, progress, layout):
             return self.inner.call(args, kwargs)
         progress.step = 2
         if "scores" in of.parts:
-            scores = _show_by_head(of, "scores", scores, progress, layout)
+            scores = _call_hooks_by_head(of, "scores", scores, progress, layout)
             args, kwargs = (
                 ((scores, *args[1:]), kwargs) if args else (args, {**kwargs, "input": scores})
             )
         pattern = self.inner.call(args, kwargs)
         if "pattern" in of.parts:
-            pattern = _show_by_head(of, "pattern", pattern, progress, layout)
-        progress.memory = _memory(pattern)
+            pattern = _call_hooks_by_head(of, "pattern", pattern, progress, layout)
+        progress.memory = _memory_of(pattern)
         return pattern
 
 
 @functools.cache
-def _dim_place(function: Function) -> int:
+def _index_of_dim(function: Function) -> int:
     return argument_names(function).names.index("dim")
 
 
 def _are_scores(
-    value: Tensor, dim: int | None, progress: Progress, layout: Matrices | Letters
+    value: Tensor, dim: int | None, progress: CallProgress, layout: MatmulLayout | EinsumLayout
 ) -> bool:
     """Tell whether a softmax is over a column for each key or one more, in a row for each query."""
     if value.dim() < 3 or dim is None or dim % value.dim() != layout.key_dim(value):
@@ -397,15 +406,19 @@ def _are_scores(
     return n_columns - n_keys in (0, 1) and has_rows
 
 
-def _show_by_head(
-    of: Attention, name: str, value: Tensor, progress: Progress, layout: Matrices | Letters
+def _call_hooks_by_head(
+    of: Attention,
+    name: str,
+    value: Tensor,
+    progress: CallProgress,
+    layout: MatmulLayout | EinsumLayout,
 ) -> Tensor:
     """Show scores or pattern by head, without the column of a sink, which is no key."""
     n_keys, dim = progress.n_keys, layout.key_dim(value)
     if dim is None or value.shape[dim] == n_keys:
-        return layout.put_output(of.show(name, layout.output(value)), value)
+        return layout.put_output(of.call_hooks(name, layout.output(value)), value)
     keys, sink = torch.split(value, [n_keys, 1], dim)
-    return torch.cat([layout.put_output(of.show(name, layout.output(keys)), keys), sink], dim)
+    return torch.cat([layout.put_output(of.call_hooks(name, layout.output(keys)), keys), sink], dim)
 
 
 @final
@@ -420,59 +433,67 @@ class KernelCall:
         """Call the function."""
         of = self.attention
         of.progress.step = 0
-        given = KernelArguments(*args, **kwargs)
-        query, key, value = given.query, given.key, given.value
+        arguments = KernelArguments(*args, **kwargs)
+        query, key, value = arguments.query, arguments.key, arguments.value
         is_packed = of.is_packed(query, key)
         if "q" in of.parts:
-            query = _pack(of.show("q", _unpack(query, is_packed)), query, is_packed)
-        key, value = of.show("k", key), of.show("v", value)
+            query = _pack_heads(
+                of.call_hooks("q", _unpack_heads(query, is_packed)), query, is_packed
+            )
+        key, value = of.call_hooks("k", key), of.call_hooks("v", value)
         result = None
         if "scores" in of.parts or "pattern" in of.parts:
-            given = KernelArguments(query, key, value, *given[3:])
-            if not of.takes_blocks or not _show_blocks(of, given):
-                result = _show_and_attend(of, given, is_packed)
+            arguments = KernelArguments(query, key, value, *arguments[3:])
+            if not of.takes_blocks or not _call_hooks_on_blocks(of, arguments):
+                result = _call_hooks_and_attend(of, arguments, is_packed)
         if result is None:
             result = self.inner.call((query, key, value, *args[3:]), _kwargs_without_qkv(kwargs))
         if "z" in of.parts:
-            result = _pack(of.show("z", _unpack(result, is_packed)), result, is_packed)
+            result = _pack_heads(
+                of.call_hooks("z", _unpack_heads(result, is_packed)), result, is_packed
+            )
         return result
 
 
-def _show_blocks(of: Attention, given: KernelArguments) -> bool:
+def _call_hooks_on_blocks(of: Attention, arguments: KernelArguments) -> bool:
     """Show scores and pattern in blocks of queries, if there are several. Tell whether it is so."""
     # A graph would hold the calls of each block.
-    if is_dynamo_compiling() or not QueryBlocks(given, is_pattern=True).has_several:
+    if is_dynamo_compiling() or not QueryBlocks(arguments, is_pattern=True).has_several_blocks:
         return False
-    sources = [part for part in (given.query, given.key, given.attn_mask) if part is not None]
+    sources = [
+        part for part in (arguments.query, arguments.key, arguments.attn_mask) if part is not None
+    ]
     if of.needs_graph() and torch.is_grad_enabled() and any(s.requires_grad for s in sources):
         return False
     for name in ("scores", "pattern"):
-        of.show(name, QueryBlocks(given, is_pattern=name == "pattern"))
+        of.call_hooks(name, QueryBlocks(arguments, is_pattern=name == "pattern"))
     return True
 
 
-def _show_and_attend(of: Attention, given: KernelArguments, is_packed: bool) -> Tensor | None:
+def _call_hooks_and_attend(
+    of: Attention, arguments: KernelArguments, is_packed: bool
+) -> Tensor | None:
     """Show scores and pattern. Return the result, if a hook has changed them or needs the graph.
 
     Otherwise torch's own function gives the result, to the same bits as without hooks.
     """
-    query = given.query
-    scores = _unpack(compute_scores(given), is_packed)
-    shown = of.show("scores", scores)
-    may_lack_keys = given.attn_mask is not None or shown is not scores
+    query = arguments.query
+    scores = _unpack_heads(compute_scores(arguments), is_packed)
+    shown = of.call_hooks("scores", scores)
+    may_lack_keys = arguments.attn_mask is not None or shown is not scores
     pattern = compute_pattern(shown, query.dtype, may_lack_keys=may_lack_keys)
-    new = of.show("pattern", pattern)
+    new = of.call_hooks("pattern", pattern)
     if new is pattern and shown is scores and not (new.requires_grad and of.needs_graph()):
         return None
-    weights = _pack(new, query, is_packed)
-    if given.dropout_p:
-        weights = F.dropout(weights, given.dropout_p)
-    return weights @ repeat_key_heads(given.value, query.shape[-3])
+    weights = _pack_heads(new, query, is_packed)
+    if arguments.dropout_p:
+        weights = F.dropout(weights, arguments.dropout_p)
+    return weights @ repeat_key_heads(arguments.value, query.shape[-3])
 
 
-def computes_for_readers(frame: FrameType) -> bool:
+def is_computing_for_readers(frame: FrameType) -> bool:
     """Tell whether a frame computes a pattern for hooks that only read: not for the model."""
-    if frame.f_code is not _show_and_attend.__code__:
+    if frame.f_code is not _call_hooks_and_attend.__code__:
         return False
     of: Attention = frame.f_locals["of"]
     return not of.needs_graph() and not any(part.may_change for part in of.parts.values())
@@ -483,11 +504,11 @@ def _kwargs_without_qkv(kwargs: Any) -> Any:
     return {name: kwargs[name] for name in kwargs if name not in ("query", "key", "value")}
 
 
-def _unpack(value: Tensor, is_packed: bool) -> Tensor:
+def _unpack_heads(value: Tensor, is_packed: bool) -> Tensor:
     return value.flatten(1, 2).unsqueeze(2) if is_packed else value
 
 
-def _pack(value: Tensor, before: Tensor, is_packed: bool) -> Tensor:
+def _pack_heads(value: Tensor, before: Tensor, is_packed: bool) -> Tensor:
     return value.squeeze(2).view(*before.shape[:3], -1) if is_packed else value
 
 
@@ -503,14 +524,14 @@ class MultiheadCall:
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the function, and watch for the functions that it calls."""
-        self.mode.begin_again()
+        self.mode.turn_on()
         try:
             return self.function(*args, **kwargs)
         finally:
-            self.mode.end_again()
+            self.mode.turn_off()
 
 
-def _copy_without_dispatch() -> Function:
+def _multihead_without_dispatch() -> Function:
     """Copy torch's function such that it does not hand itself to a function mode."""
     names = {**MULTIHEAD.__globals__, "has_torch_function": lambda arguments: False}
     names.pop("__name__")
@@ -519,7 +540,7 @@ def _copy_without_dispatch() -> Function:
     return copy
 
 
-_see_through = _copy_without_dispatch()
+_see_through = _multihead_without_dispatch()
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -50,13 +50,13 @@ class Operation(nn.Module):
         """Return a copy whose forward is this function. The copy shares the hooks."""
         copy = nn.Module.__new__(Operation)
         copy.__dict__.update(self.__dict__)
-        copy.__dict__["forward"] = traceable(function)
-        copy.writes = _writes(function.__name__)
+        copy.__dict__["forward"] = make_traceable(function)
+        copy.writes = _writes_first_argument(function.__name__)
         names = argument_names(function).names
         copy.place_of_inplace = names.index("inplace") if "inplace" in names else None
         return copy
 
-    def update_hooks(self) -> None:
+    def update_hook_needs(self) -> None:
         """Look at the hooks, which have changed."""
         owners = [
             getattr(hook, "__self__", None)
@@ -68,7 +68,7 @@ class Operation(nn.Module):
         self.needs_graph = bool(self._on_graph)
         self.takes_blocks = all(getattr(owner, "takes_blocks", False) for owner in owners)
 
-    def needs_graph_here(self) -> bool:
+    def needs_graph_in_thread(self) -> bool:
         """Tell whether a hook needs the graph in this thread: most lines see only their own."""
         lines = [getattr(owner, "passes", None) for owner in self._on_graph]
         return any(passes is None or passes.may_see() for passes in lines)
@@ -114,7 +114,7 @@ _KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 
 
 @functools.cache
-def traceable(function: Function) -> Function:
+def make_traceable(function: Function) -> Function:
     """Return a function that dynamo can trace in place of this one, most often itself."""
     name = method_name_for_dynamo(function)
     if not name:
@@ -127,7 +127,7 @@ def traceable(function: Function) -> Function:
     return method
 
 
-def _writes(name: str) -> bool:
+def _writes_first_argument(name: str) -> bool:
     """Tell whether a function of this name writes to its first argument, as `relu_` does."""
     if name.startswith("__"):
         return name[2] == "i" and hasattr(Tensor, f"__{name[3:]}")  # x &= y, but not ~x

@@ -47,12 +47,12 @@ class OwnCalls:
         start = frame
         while frame is not None:
             module, code, frame = calling_module(frame)
-            if frame is None or _hides_calls(module):
+            if frame is None or _is_opaque_operation(module):
                 return False
             if id(module) == self.module_id:
                 is_of_graph = self.has_graph and runs_compiled_graph(start, frame)
                 return not is_of_graph and not is_hook_code(code, module)
-            if self._is_part(module):
+            if self._is_inside_module(module):
                 return False
             frame = frame.f_back  # the forward has made this module: nn.Softmax(dim=-1)(x)
         return False
@@ -63,11 +63,11 @@ class OwnCalls:
         for module in traced_calling_modules():
             if id(module) == self.module_id:
                 return True
-            if _hides_calls(module) or self._is_part(module):
+            if _is_opaque_operation(module) or self._is_inside_module(module):
                 return False
         return self.is_own(sys._getframe(1))  # a function is compiled that the module calls
 
-    def _is_part(self, module: nn.Module) -> bool:
+    def _is_inside_module(self, module: nn.Module) -> bool:
         """Tell whether a module is inside the module of this mode."""
         if module in self._parts:
             return True
@@ -77,6 +77,6 @@ class OwnCalls:
         return module in self._parts
 
 
-def _hides_calls(module: nn.Module) -> bool:
+def _is_opaque_operation(module: nn.Module) -> bool:
     """Tell whether a module is an operation, whose calls are its own."""
     return type(module) is Operation and module.name != F.multi_head_attention_forward.__name__

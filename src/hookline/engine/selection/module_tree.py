@@ -13,7 +13,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from hookline.engine.operations.mode import mode_of
+from hookline.engine.operations.operation_mode import operation_mode
 from hookline.engine.selection.site import path_text
 from hookline.engine.torch_private.distributed import fsdp2_parameter_pairs
 from hookline.engine.torch_private.modules import own_parameters, unwrap_to_children, value_address
@@ -74,7 +74,7 @@ class OperationNode(ModuleNode):
     def of(cls, parent: ModuleNode, name: str, glob: str = "") -> OperationNode:
         """Return the node of an operation of a module."""
         first, *aliases = (f"{path}@{name}" for path in parent.paths)
-        mode = mode_of(parent.module)
+        mode = operation_mode(parent.module)
         mode.attention.path = path_text(parent.path)
         return cls(first, mode.operation(name), parent.index, tuple(aliases), parent, (), glob)
 

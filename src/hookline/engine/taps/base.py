@@ -27,8 +27,8 @@ from hookline.engine.compile.graph_capture import (
     SplitCallback,
 )
 from hookline.engine.compile.guards import unmark_copy
-from hookline.engine.operations.attention_parts import computes_for_readers
-from hookline.engine.operations.mode import drop_leftover_modes
+from hookline.engine.operations.attention_parts import is_computing_for_readers
+from hookline.engine.operations.operation_mode import drop_leftover_modes
 from hookline.engine.passes.modes import refuse_tracing
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import describe, leaves, tree
@@ -342,7 +342,7 @@ def is_reading(frame: FrameType | None) -> bool:
             tap = frame.f_locals.get("self")
             if isinstance(tap, Tap) and tap.rank not in (Order.EDIT, Order.HOOK):
                 return True
-        if computes_for_readers(frame):
+        if is_computing_for_readers(frame):
             return True
         frame = frame.f_back
     return False

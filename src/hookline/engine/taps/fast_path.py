@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.compile.graph_capture import Callback
 from hookline.engine.compile.guards import has_own_forward
-from hookline.engine.operations.mode import PaddedMode
+from hookline.engine.operations.operation_mode import PaddedMode
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, OperationNode
 from hookline.engine.selection.site import Site, paths_above

@@ -9,7 +9,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.compile.guards import unmark_copy
-from hookline.engine.operations.mode import OperationMode
+from hookline.engine.operations.operation_mode import OperationMode
 from hookline.engine.taps.base import HookOwner, HookSpec, Order
 from hookline.engine.torch_private.hooks import discard_hooks_of, hook_dict
 

@@ -51,7 +51,7 @@ class ByQuery:
         blocks = iter(value)
         parts = [self._call_checked(next(blocks)), *map(self.function, blocks)]
         columns = zip(*[_tensors(part) for part in parts], strict=True)
-        joined = {id(column[0]): torch.cat(column, value.dim) for column in columns}
+        joined = {id(column[0]): torch.cat(column, value.query_dim) for column in columns}
         return tree.map_tensors(lambda tensor: joined[id(tensor)], parts[0])
 
     def _call_checked(self, rows: Tensor) -> Any:

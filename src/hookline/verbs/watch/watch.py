@@ -148,7 +148,7 @@ class _Printer:
             calls = self.running.calls
             call = calls[-1] if calls and calls[-1].has_run else None
             label = "  " * (len(calls) - (call is not None)) + name
-            if _is_on_accelerator(value.given if isinstance(value, QueryBlocks) else value):
+            if _is_on_accelerator(value.arguments if isinstance(value, QueryBlocks) else value):
                 for running in calls:
                     running.launches = True
             with outside_checkpoint(current.region):

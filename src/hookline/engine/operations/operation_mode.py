@@ -61,7 +61,7 @@ class OperationMode(OwnMode):
         """Turn the mode on, as a call of the module begins."""
         if self.attention.parts:
             self.attention.begin()
-        self.begin_again()
+        self.turn_on()
 
     def end(self, *, is_whole: bool) -> None:
         """Turn the mode off, as a call of the module ends.
@@ -70,17 +70,17 @@ class OperationMode(OwnMode):
             is_whole: whether the module has returned.
         """
         if is_dynamo_compiling():
-            self.end_again()
+            self.turn_off()
         else:
             pop_if_innermost(self)  # it is not on, where an earlier hook has raised
         if self.attention.parts:
             self.attention.end(is_whole=is_whole)
 
-    def begin_again(self) -> None:
+    def turn_on(self) -> None:
         """Turn the mode on."""
         self.__enter__()  # type: ignore[no-untyped-call]
 
-    def end_again(self) -> None:
+    def turn_off(self) -> None:
         """Turn the mode off, which is the innermost one."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -96,17 +96,17 @@ class OperationMode(OwnMode):
         operations = list(self._by_name.values())
         return [operation for operation in operations if operation.is_hooked]
 
-    def update_calls(self) -> None:
+    def update_hooked_functions(self) -> None:
         """Look for the functions whose operations have hooks at present, and for no others."""
         hooked = {operation.name: operation for operation in self.hooked_operations()}
         operations = {
-            function: self._copy(operation, function)
+            function: self._operation_for(operation, function)
             for name, operation in hooked.items()
             for function in functions_by_name().get(name, ())
         }
         # Also where the last hook has left: an operation must not hold on to its owner.
         for operation in (*self._by_name.values(), *self._copies.values()):
-            operation.update_hooks()
+            operation.update_hook_needs()
         parts = {name: hooked[name] for name in PARTS if name in hooked}
         self.attention.set_parts(parts)
         calls: dict[Function, Call] = {**operations}
@@ -117,7 +117,7 @@ class OperationMode(OwnMode):
         self.in_graph = {f"{number}": call for number, call in enumerate(calls.values())}
         self.wanted = " ".join(sorted(hooked))
 
-    def _copy(self, operation: Operation, function: Function) -> Operation:
+    def _operation_for(self, operation: Operation, function: Function) -> Operation:
         # Always the same copy, on which compiled code is guarded.
         copy = self._copies.get(function)
         if copy is None:
@@ -175,12 +175,12 @@ class PaddedMode(OwnMode):
 _modes: WeakIdentityMap[OperationMode] = WeakIdentityMap()
 
 
-def mode_of(module: nn.Module) -> OperationMode:
+def operation_mode(module: nn.Module) -> OperationMode:
     """Return the mode of a module. All lines share it."""
     return _modes.get_or_add(module, lambda: OperationMode(module))
 
 
-def operations_on(module: nn.Module) -> list[Operation]:
+def hooked_operations_on(module: nn.Module) -> list[Operation]:
     """Return the operations of a module that have hooks."""
     mode = _modes.get(module)
     return [] if mode is None else mode.hooked_operations()
