@@ -7,7 +7,7 @@ modules that `OPEN` names. docs/architecture.md draws the rooms.
 # fmt: off
 # isort: off
 from hookline.engine.attention.pattern import QueryBlocks
-from hookline.engine.autograd.view_hooks import GradHook, hook_value
+from hookline.engine.autograd.view_hooks import GradHook, hook_value_gradient
 from hookline.engine.compile.compiled_modules import (
     RunSubscription, force_eager, is_compiled, unwrap_compiled,
 )
@@ -66,7 +66,7 @@ from hookline.engine.taps.forward import OutputTap
 from hookline.engine.taps.mode_tap import ModeTap
 from hookline.engine.taps.optimizer_steps import OptimizerSteps, closure_of, parameter_ids
 from hookline.engine.torch_private.autograd import (
-    at_end_of_backward, backward_number, hook_gradient, hook_node, outer_backward,
+    at_end_of_backward, backward_number, hook_gradient, hook_node, outer_backward_number,
     pop_saved_tensors_hooks, prehook_node, push_saved_tensors_hooks, version_counter,
 )
 from hookline.engine.torch_private.distributed import (

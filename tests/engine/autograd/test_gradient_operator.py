@@ -25,7 +25,7 @@ def test_one_thread_at_a_time_defines_the_operator(monkeypatch):
         with ThreadPoolExecutor(1) as pool:
             pool.submit(try_the_lock).result()
 
-    monkeypatch.setattr(gradient_operator, "_define_once", define)
+    monkeypatch.setattr(gradient_operator, "_define_operators_once", define)
     gradient_operator.register_receiver(try_the_lock)  # as the first line does
     try_the_lock()
     assert may_another == [False, True]
@@ -36,7 +36,7 @@ def test_the_operator_is_left_out_of_cuda_graphs(name):
     """A replay of a CUDA graph runs no Python, so gradients would come in the first runs alone."""
     from torch._inductor.ir import FallbackKernel
 
-    gradient_operator.define_operator()
+    gradient_operator.define_operators()
     arguments = getattr(torch.ops.hookline, name).default._schema.arguments
     assert arguments[0].name == "tap"
     args = [SimpleNamespace(get_device=lambda at=at: torch.device(at)) for at in ("cpu", "cuda")]

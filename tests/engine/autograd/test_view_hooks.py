@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hookline.engine.autograd import view_hooks
-from hookline.engine.autograd.view_hooks import GradHook, hook_value
+from hookline.engine.autograd.view_hooks import GradHook, hook_value_gradient
 from meeting import Meanwhile, ToldLock
 
 
@@ -25,8 +25,8 @@ def test_views_of_one_base_are_hooked_in_two_threads_at_once(monkeypatch):
     base.register_hook(slow)
     base.register_hook(lambda grad: None)
     first, second = base.view(2, 2), base.view(4)
-    slow.meanwhile = Meanwhile(lambda: hook_value(second, came.append, came.clear), lock)
-    hook_value(first, came.append, came.clear)
+    slow.meanwhile = Meanwhile(lambda: hook_value_gradient(second, came.append, came.clear), lock)
+    hook_value_gradient(first, came.append, came.clear)
     slow.meanwhile.end()
     (first.sum() + second.sum()).backward()
     assert sorted(tuple(grad.shape) for grad in came) == [(2, 2), (4,)]

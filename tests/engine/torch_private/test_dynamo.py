@@ -17,7 +17,7 @@ import hookline as hl
 from hookline.engine.compile import compiled_modules
 from hookline.engine.torch_private import dynamo as internals
 from hookline.engine.torch_private import hooks
-from hookline.engine.torch_private.graph.dynamo_fakes import note_fake_tensors, take_fake_tensors
+from hookline.engine.torch_private.graph.dynamo_fakes import store_fake_tensors, take_fake_tensors
 from warm import run_python
 
 X = torch.ones(2, 3)
@@ -255,7 +255,7 @@ def test_what_stands_in_for_tensors_is_seen_while_tracing():
 
     @torch.compile(backend="eager", fullgraph=True)
     def function(x):
-        note_fake_tensors([x, x.sum(1)])
+        store_fake_tensors([x, x.sum(1)])
         look.take()
         return x + 1
 

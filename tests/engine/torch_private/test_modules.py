@@ -299,10 +299,10 @@ def test_the_end_of_a_backward_is_that_of_the_users_own():
     weight, seen = torch.ones(1, requires_grad=True), []
 
     def at_end():
-        seen.append((weight.grad.clone(), autograd.outer_backward()))
+        seen.append((weight.grad.clone(), autograd.outer_backward_number()))
 
     def arrived(_):
-        inside = autograd.outer_backward() != autograd.backward_number()
+        inside = autograd.outer_backward_number() != autograd.backward_number()
         autograd.at_end_of_backward(at_end) if inside else None
 
     weight.register_post_accumulate_grad_hook(arrived)

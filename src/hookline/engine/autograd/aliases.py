@@ -33,7 +33,7 @@ def must_be_aliased(tensor: Tensor, call: Call | None) -> bool:
     return entry is not None and entry[1] != call
 
 
-def note_leaf_alias(alias: Tensor, call: Call) -> None:
+def register_leaf_alias(alias: Tensor, call: Call) -> None:
     """Note the alias of a leaf, as long as it lives."""
     number = id(alias)
     _calls[number] = weakref.ref(alias, partial(_forget_alias, number)), call
@@ -76,11 +76,11 @@ def alias_lasting_inputs(
     new = [tensor.view_as(tensor) for tensor in lasting]
     if call is not None:
         for alias in new:
-            note_leaf_alias(alias, call)
-    return replace_in(args, kwargs, alias_map(lasting, new))
+            register_leaf_alias(alias, call)
+    return replace_in_arguments(args, kwargs, alias_map(lasting, new))
 
 
-def replace_in(
+def replace_in_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], new: IdentityMap[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace tensors in arguments, also inside tuples."""

@@ -4,9 +4,9 @@ A hook on a tensor in a graph can run none of hookline's Python, but it can call
 the graph runs, the operator runs Python again. The operator is defined when the first line needs
 it, since importing hookline changes nothing in torch.
 
-Dynamo puts the call of `_put_hook` into the graph as it is. AOTAutograd runs this call while it
-traces forward and backward, on tensors with the autograd graph of eager code. So the hook is put on
-the tensor as in eager code: over all uses, in the same order, and before later writes.
+Dynamo puts the call of `_register_traced_hook` into the graph as it is. AOTAutograd runs this call
+while it traces forward and backward, on tensors with the autograd graph of eager code. So the hook
+is put on the tensor as in eager code: over all uses, in the same order, and before later writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.engine.autograd.view_hooks import HookedView, hook_value
+from hookline.engine.autograd.view_hooks import HookedView, hook_value_gradient
 from hookline.engine.pytree import outlines, tree
 from hookline.engine.torch_private.autograd import is_traced_tensor
 from hookline.engine.torch_private.dynamo import (
@@ -50,20 +50,20 @@ ENDED = (
 
 def register_receiver(receiver: Any) -> Tensor:
     """Return a number, as a tensor, under which `waiting.receive_from_graph` is called."""
-    define_operator()
+    define_operators()
     number = next(_numbers)
     _waiting[number] = receiver
     return torch.tensor(number, device="cpu")
 
 
-def define_operator() -> None:
+def define_operators() -> None:
     """Define the operator. Idempotent and thread-safe."""
     with _defining:
-        _define_once()
+        _define_operators_once()
 
 
 @functools.cache
-def _define_once() -> None:
+def _define_operators_once() -> None:
     # Inductor takes the device of the first tensor, the CPU, for that of the operator. So it leaves
     # the operator out of CUDA graphs, whose replays would run no Python.
     @torch.library.custom_op("hookline::gradient", mutates_args=())
@@ -90,7 +90,7 @@ def _define_once() -> None:
         operator.register_fake(_do_nothing)
     for name in ("gradient", "jagged_gradient"):
         keep_operator_in_graphs(f"hookline::{name}")
-    keep_call_in_graphs(_put_hook)
+    keep_call_in_graphs(_register_traced_hook)
     keep_call_in_graphs(_leaf_like)
 
 
@@ -100,8 +100,8 @@ def _do_nothing(*_: Any) -> None: ...
 def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None:
     """Pass a tensor's gradient out of the graph being compiled, or change the gradient there.
 
-    Dynamo traces the function that changes the gradient as the backward of `_Change`. Nothing else
-    of `_Change` is used.
+    Dynamo traces the function that changes the gradient as the backward of `_GradientChange`.
+    Nothing else of `_GradientChange` is used.
 
     Args:
         tensor: a tensor that was computed in the graph.
@@ -110,11 +110,11 @@ def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None
             `inside`, or with `before_inside`, the unchanged gradient leaves the graph.
     """
     if on.inside is None:
-        _put_hook(tensor, address, owner, True, None)
+        _register_traced_hook(tensor, address, owner, True, None)
         return
     leaf = _leaf_like(tensor)
-    changed = _Change.apply(leaf, on.inside)  # type: ignore[no-untyped-call]
-    _put_hook(tensor, address, owner, on.before_inside is not None, (leaf, changed))
+    changed = _GradientChange.apply(leaf, on.inside)  # type: ignore[no-untyped-call]
+    _register_traced_hook(tensor, address, owner, on.before_inside is not None, (leaf, changed))
 
 
 # The numbers of the tap, the run, the call within the run, and the tensor within the value.
@@ -124,7 +124,7 @@ Address = tuple[Tensor, Tensor, int, int]
 LOST = -1
 
 
-class _Change(torch.autograd.Function):
+class _GradientChange(torch.autograd.Function):
     """An autograd function that holds a function of a gradient as its backward."""
 
     @staticmethod
@@ -147,7 +147,7 @@ def _leaf_like(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_()
 
 
-def _put_hook(
+def _register_traced_hook(
     tensor: Tensor,
     address: Address,
     owner: str,
@@ -185,7 +185,7 @@ def _put_hook(
     if argument_shares_outputs():
         lost()
     elif tensor.requires_grad:
-        view = hook_value(tensor, hook, lost, int(owner))
+        view = hook_value_gradient(tensor, hook, lost, int(owner))
         settle = None if view is None else view.write_finder()
         if view is None or settle is None or at_end_of_traced_forward(settle):
             return tensor
@@ -204,7 +204,7 @@ class _ThreadViews(threading.local):
 _views = _ThreadViews()
 
 
-def find_untraced_writes() -> Iterator[HookedView]:
+def settle_untraced_views() -> Iterator[HookedView]:
     """Settle the views of this thread whose writes are not known yet, and yield each once."""
     views, _views.untraced = _views.untraced, []
     for view, settle in views:

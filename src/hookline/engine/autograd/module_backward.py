@@ -26,11 +26,11 @@ from hookline.engine.autograd.aliases import (
     aliasable_tensors,
     make_aliases,
     must_be_aliased,
-    note_leaf_alias,
     refuse_unaliasable,
-    replace_in,
+    register_leaf_alias,
+    replace_in_arguments,
 )
-from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value
+from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value_gradient
 from hookline.engine.passes.modes import is_transformed
 from hookline.engine.pytree import tree
 from hookline.engine.taps.base import Order
@@ -77,13 +77,17 @@ class CallGradients:
             aliases = self._alias_jointly(tensors)
         else:
             aliases = (tensors[0].view_as(tensors[0]),)
-            self.view = hook_value(aliases[0], GradHook(self._handle), GradHook(refuse_view, name))
+            self.view = hook_value_gradient(
+                aliases[0],
+                GradHook(self._handle_gradient),
+                GradHook(refuse_ambiguous_gradient, name),
+            )
         self._refs = [weakref.ref(alias) for alias in aliases]
         self._origins: list[Callable[[], Tensor | None]] = [_nothing] * len(tensors)
         if call is not None:
             for index, tensor in enumerate(tensors):
                 if must_be_aliased(tensor, call):
-                    note_leaf_alias(aliases[index], call)
+                    register_leaf_alias(aliases[index], call)
                 else:
                     self._origins[index] = weakref.ref(tensor)
         self._aliases = aliases
@@ -119,7 +123,7 @@ class CallGradients:
         """Tell whether all of these tensors are aliases, so that none was added or replaced."""
         return all(self.alias_index(tensor) is not None for tensor in tensors)
 
-    def origin(self, index: int) -> Tensor | None:
+    def aliased_input(self, index: int) -> Tensor | None:
         """Return the input that an alias stands for; None for a leaf and for an output.
 
         The gradient of an input in the graph is that of all its uses. The gradient of a leaf or an
@@ -156,7 +160,7 @@ class CallGradients:
             returned = [base_in_graph(tensor) for _, tensor in tree.tensors(output)]
             view.find_write(is_over=base is None or all(other is not base for other in returned))
 
-    def _handle(self, grad: Tensor) -> Tensor | None:
+    def _handle_gradient(self, grad: Tensor) -> Tensor | None:
         """Call the hooks with the gradient of a lone tensor."""
         (new,) = self._call_hooks([grad])
         return None if new is grad else new
@@ -190,7 +194,7 @@ class CallGradients:
         return new
 
 
-def refuse_view(name: str) -> None:
+def refuse_ambiguous_gradient(name: str) -> None:
     """Refuse a gradient that cannot be told from others.
 
     Raises:
@@ -222,7 +226,7 @@ class _GradBarrier(torch.autograd.Function):
         return None, *ctx.call.handle_gradients(grads)
 
 
-class _Latest(threading.local):
+class _LatestAliasedCalls(threading.local):
     """The calls whose tensors each thread aliased last, since the hooks on one call run in turn.
 
     The references are weak: a strong one would keep the last recording alive. The graph holds the
@@ -233,7 +237,7 @@ class _Latest(threading.local):
     outputs: Callable[[], CallGradients | None] = staticmethod(lambda: None)
 
 
-_latest = _Latest()
+_latest = _LatestAliasedCalls()
 
 
 def alias_inputs(
@@ -257,7 +261,7 @@ def alias_inputs(
     new_gradients = CallGradients(call[0], name, tensors, call)
     _latest.inputs = weakref.ref(new_gradients)
     new = alias_map(tensors, new_gradients.take_aliases())
-    return *replace_in(args, kwargs, new), new_gradients
+    return *replace_in_arguments(args, kwargs, new), new_gradients
 
 
 def input_gradients(key: int) -> CallGradients | None:
@@ -266,7 +270,7 @@ def input_gradients(key: int) -> CallGradients | None:
     return latest if latest is not None and latest.open and latest.key == key else None
 
 
-def alias_multiple(key: int, name: str, output: Any) -> tuple[Any, CallGradients | None]:
+def alias_several_outputs(key: int, name: str, output: Any) -> tuple[Any, CallGradients | None]:
     """Alias the outputs of a call if there are several, for the first hook that asks.
 
     Returns:

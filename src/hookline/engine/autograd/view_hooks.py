@@ -87,7 +87,7 @@ class _ViewGradients:
             at_end_of_backward(self.totals.clear)
         return whole, self._view_part(self.totals[run]), self._shares.pop(run, None)
 
-    def apply(self, whole: Tensor, total: Tensor, share: Tensor, hook: Hook) -> Tensor | None:
+    def call_hook(self, whole: Tensor, total: Tensor, share: Tensor, hook: Hook) -> Tensor | None:
         """Call a hook with the view's share. Return the base's gradient with the hook's result."""
         now = self._view_part(whole)
         # Where the share is the whole gradient, nothing is subtracted: inf - inf would be NaN.
@@ -156,7 +156,7 @@ class HookedView:
                 self._gradients.totals = other._gradients.totals
             # Keep the key and not the hook: the view and the hook would hold each other.
             self._key = hook_gradient(
-                base, GradHook(self.at_base), owner, trace_order, is_last=is_last
+                base, GradHook(self.on_base_gradient), owner, trace_order, is_last=is_last
             )
 
     def find_write(self, *, is_over: bool = True) -> None:
@@ -172,7 +172,7 @@ class HookedView:
         node = node_of_write(base, n_writes)
         if node is not None:
             self._has_node, self._node_found_in = True, backward_number()
-            hook_node(node, GradHook(self.at_write))
+            hook_node(node, GradHook(self.on_write_gradient))
         elif is_over and not n_writes:
             self._is_settled = True
             with _lock:
@@ -183,29 +183,29 @@ class HookedView:
 
         The function holds the base, without which the node of a write cannot be found.
         """
-        return partial(self._find_write_holding, self._base())
+        return partial(self._find_write_keeping_base, self._base())
 
-    def _find_write_holding(self, base: Tensor | None) -> None:
+    def _find_write_keeping_base(self, base: Tensor | None) -> None:
         self.find_write(is_over=False)
 
     def is_view_of(self, base: Tensor) -> bool:
         """Tell whether this view shares a tensor's memory."""
         return self._base() is base
 
-    def at_view(self, grad: Tensor) -> Any:
+    def on_view_gradient(self, grad: Tensor) -> Any:
         """Handle the gradient at the view: the tensor hook."""
         if self._is_settled or not self._is_written():
             return self._hook(grad)
         self._gradients.add(grad)
         return None
 
-    def at_write(self, grads: tuple[Tensor | None, ...], _: Any) -> None:
+    def on_write_gradient(self, grads: tuple[Tensor | None, ...], _: Any) -> None:
         """Add the gradient that flows on from the node of the first write to the old value."""
         self._write_ran = True
         if grads[0] is not None and not is_legacy_batched(grads[0]):
             self._gradients.add_from_base(grads[0])
 
-    def at_base(self, grad: Tensor) -> Any:
+    def on_base_gradient(self, grad: Tensor) -> Any:
         """Handle the gradient at the base, when all gradients have arrived: the tensor hook."""
         if self._is_settled or not self._is_written():
             return None
@@ -220,7 +220,7 @@ class HookedView:
                 self._lost()
                 return None
             share = total
-        return None if share is None else self._gradients.apply(whole, total, share, self._hook)
+        return None if share is None else self._gradients.call_hook(whole, total, share, self._hook)
 
     def _is_written(self) -> bool:
         return self._counter._version != self._version
@@ -233,7 +233,7 @@ def _hooked_views(base: Tensor) -> list[HookedView]:
     return [owner for owner in owners if isinstance(owner, HookedView)]
 
 
-def hook_value(
+def hook_value_gradient(
     tensor: Tensor,
     hook: Hook,
     lost: Callable[[], None],
@@ -260,6 +260,6 @@ def hook_value(
         hook_gradient(tensor, hook, owner, trace_order, is_last=is_last)
         return None
     view = HookedView(tensor, base, hook, lost, is_alone=is_alone)
-    hook_gradient(tensor, GradHook(view.at_view), owner, trace_order, is_last=is_last)
+    hook_gradient(tensor, GradHook(view.on_view_gradient), owner, trace_order, is_last=is_last)
     view.hook_base(base, owner, trace_order, is_last=is_last)
     return view

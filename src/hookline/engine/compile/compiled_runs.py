@@ -176,7 +176,7 @@ class CurrentRun:
 
     def _begin(self, current: Pass) -> None:
         again = current.recomputation
-        first = current if again is None else again.pass_of_gradients()
+        first = current if again is None else again.gradient_pass()
         self._run = run = CompiledRun(first, is_again=again is not None)
         for tap in self._of_one_call:
             tap.before_run(current)

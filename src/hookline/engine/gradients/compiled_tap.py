@@ -16,21 +16,21 @@ from hookline.engine.autograd.gradient_operator import (
     ENDED,
     LOST,
     empty_placeholder,
-    find_untraced_writes,
     hook_in_graph,
     index_or_length,
     outline_with_slots,
     register_receiver,
+    settle_untraced_views,
 )
 from hookline.engine.compile.compiled_runs import CompiledRun, run_of
 from hookline.engine.compile.graph_capture import NO_PASS, GraphCapture, GraphGradient
 from hookline.engine.gradients.gradient_tap import (
     NO_BACKWARD,
-    EarlyHooks,
+    FirstRunHooks,
     GradientCallback,
     GradientTap,
     PendingGradient,
-    pass_of_gradients,
+    gradient_pass,
 )
 from hookline.engine.passes.modes import hides_gradients, runs_in_transform, vmapped_gradient_text
 from hookline.engine.passes.passes import Pass, Passes
@@ -40,12 +40,12 @@ from hookline.engine.taps.base import Order
 from hookline.engine.torch_private.autograd import is_written_by_compiled
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError,
-    graph_origin_codes,
+    graph_input_codes,
     next_hook_number,
     while_tracing,
 )
 from hookline.engine.torch_private.graph.compiler_state import has_compiled_backward
-from hookline.engine.torch_private.graph.dynamo_fakes import note_fake_tensors, take_fake_tensors
+from hookline.engine.torch_private.graph.dynamo_fakes import store_fake_tensors, take_fake_tensors
 from hookline.errors import AttachError
 
 
@@ -80,7 +80,7 @@ class GraphGradientTap(GradientTap):
     def _make_capture(self) -> GraphCapture:
         return GraphGradient(self.site.call, register_receiver(self), self.passes.switch)
 
-    def trace(self, value: Any) -> None:
+    def fire_in_graph(self, value: Any) -> None:
         """Hook a value in the graph being compiled, so that its gradients leave the graph."""
         self.prepare_tracing()
         traced = self.active
@@ -93,7 +93,7 @@ class GraphGradientTap(GradientTap):
         is_on = torch.is_grad_enabled()
         tensors: list[Tensor] = []
         slots: list[int | None] = []
-        for tensor in _tensors(value):
+        for tensor in _lone_or_all_tensors(value):
             slot = None
             if tensor.requires_grad:
                 slot = index_or_length(tensors, tensor)
@@ -101,22 +101,24 @@ class GraphGradientTap(GradientTap):
                     tensors.append(tensor)
             slots.append(slot)
         if is_on and not tensors and runs_in_transform():
-            note_fake_tensors(_tensors(value))
+            store_fake_tensors(_lone_or_all_tensors(value))
             self._refuse_vmapped()
-        outside = self._hook_traced(traced, tensors, is_on=is_on) if tensors else ()
+        outside = self._hook_graph_tensors(traced, tensors, is_on=is_on) if tensors else ()
         # The structure of a value with parts, with empty tensors.
         form = None if isinstance(value, Tensor) else tree.map_tensors(empty_placeholder, value)
         traced.add((tuple(slots), form, is_on, outside))
 
-    def _hook_traced(self, traced: GraphGradient, tensors: list[Tensor], *, is_on: bool) -> Outside:
+    def _hook_graph_tensors(
+        self, traced: GraphGradient, tensors: list[Tensor], *, is_on: bool
+    ) -> Outside:
         """Hook tensors in a graph, unless gradients are disabled.
 
         Returns:
             The tensors that the graph got from outside, by slot. Their gradients come from outside,
             too, so these tensors get hooks there.
         """
-        call, of_run, owner = traced.n_calls(), traced.switch.number, self._owner()
-        are_outside = graph_origin_codes(tensors)
+        call, of_run, owner = traced.n_calls(), traced.switch.number, self._module_id_text()
+        are_outside = graph_input_codes(tensors)
         outside: Outside = ()
         for slot in range(len(tensors)):  # not enumerate: dynamo traces each step of it
             tensor = tensors[slot]
@@ -139,7 +141,7 @@ class GraphGradientTap(GradientTap):
             raise TracingAttachError(vmapped_gradient_text(str(self.site)))
 
     @while_tracing
-    def _owner(self) -> str:
+    def _module_id_text(self) -> str:
         """Return the module's id as a string."""
         compiler = self.passes.compiler
         return "0" if compiler is None else str(compiler.owner_of(self))
@@ -147,8 +149,8 @@ class GraphGradientTap(GradientTap):
     def collect(self, current: Pass, run: CompiledRun) -> None:
         """Count the values whose gradients are pending in a graph."""
         caught = () if self.traced is None else self.traced.take_caught()
-        for view in find_untraced_writes():
-            self.note_view(current, view)
+        for view in settle_untraced_views():
+            self.settle_view_later(current, view)
         n_before = run.n_before[self] = current.calls.get(self, 0)
         current.calls[self] = n_before + len(caught)
         self.is_in_graph |= bool(caught)
@@ -161,22 +163,24 @@ class GraphGradientTap(GradientTap):
         """Count one call's value whose gradients are pending in a graph."""
         slots, form, is_on, outside = value
         number = run.n_before[self] + call
-        early = self._early_hooks(current, number) or EarlyHooks(PendingGradient(number), {}, {})
-        pending = early.pending
+        first_hooks = self._first_run_hooks(current, number) or FirstRunHooks(
+            PendingGradient(number), {}, {}
+        )
+        pending = first_hooks.pending
         if current.recomputation is not None and current.recomputation.is_repetition:
             ignored = frozenset(slots)
-        else:  # the graph has only a share of the early tensors' gradients
-            ignored = frozenset(slots[index] for index in early.slots)
+        else:  # the graph has only a share of these tensors' gradients
+            ignored = frozenset(slots[index] for index in first_hooks.slots)
         run.pending[self, call] = GraphValue(pending, ignored)
         outside = tuple([entry for entry in outside if entry[0] not in ignored])
         if not is_on:
-            early = self._collect_without_grad(current, early, slots, outside)
+            first_hooks = self._collect_without_grad(current, first_hooks, slots, outside)
         if form is not None:
-            numbers = [early.slots.get(index, slot) for index, slot in enumerate(slots)]
+            numbers = [first_hooks.slots.get(index, slot) for index, slot in enumerate(slots)]
             pending.form = outline_with_slots(form, numbers)
         is_again = current.recomputation is not None
         if is_on and (not is_again or current.recomputation.has_gradients):
-            self._hook_outside(current, pending, outside)
+            self._hook_graph_inputs(current, pending, outside)
         if not is_on or is_again:
             return
         if any(slot is not None for slot in slots):
@@ -186,8 +190,8 @@ class GraphGradientTap(GradientTap):
             self.on.on_no_gradient(current, pending)
 
     def _collect_without_grad(
-        self, current: Pass, early: EarlyHooks, slots: TensorSlots, outside: Outside
-    ) -> EarlyHooks:
+        self, current: Pass, first_hooks: FirstRunHooks, slots: TensorSlots, outside: Outside
+    ) -> FirstRunHooks:
         """Handle a value that flowed while gradients were disabled.
 
         A tensor that came into a reentrant checkpoint from outside gets its hooks now, as in
@@ -195,35 +199,35 @@ class GraphGradientTap(GradientTap):
         tensor's gradient.
         """
         if current.recomputation is not None and not current.region.is_reentrant:
-            return early
+            return first_hooks
         outside = tuple([entry for entry in outside if entry[1].grad_fn is not None])
-        if not self._comes_in_recomputation(current) or not outside:
-            return early
+        if not self._gradients_come_in_recomputation(current) or not outside:
+            return first_hooks
         if self.on.inside is not None:
             self.warn_ambiguous(_FROM_BEFORE)
-            return early
+            return first_hooks
         places = {slot: -1 - slots.index(slot) for slot, _, _ in outside}
         hooked = tuple(
             [(places[slot], tensor, trace_order) for slot, tensor, trace_order in outside]
         )
-        self._hook_outside(current, early.pending, hooked)
+        self._hook_graph_inputs(current, first_hooks.pending, hooked)
         hooked_slots = {index: places[slot] for index, slot in enumerate(slots) if slot in places}
-        return self._keep_early_hooks(
-            current, early._replace(slots={**early.slots, **hooked_slots})
+        return self._keep_first_run_hooks(
+            current, first_hooks._replace(slots={**first_hooks.slots, **hooked_slots})
         )
 
-    def _hook_outside(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
+    def _hook_graph_inputs(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
         """Hook the tensors that a graph got from outside; after the run, these tensors exist."""
         compiler = self.passes.compiler
         owner = 0 if compiler is None else compiler.owner_of(self)
-        first = pass_of_gradients(current)
+        first = gradient_pass(current)
         for slot, tensor, trace_order in outside:
             # It is known who wrote last, not when: the write may be of code that ran earlier.
             if not trace_order or is_written_by_compiled(tensor):
                 self.warn_ambiguous(_WRITTEN_BY_GRAPH)
             else:
                 hook = self._make_hook(first, pending, slot)
-                self._place_hook(current, tensor, hook, owner, int(trace_order))
+                self._register_hook(current, tensor, hook, owner, int(trace_order))
                 if self.on.awaits is not None:
                     self.on.awaits(current, pending, slot, tensor)
 
@@ -261,12 +265,12 @@ class GraphGradientTap(GradientTap):
         return reason
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _lone_or_all_tensors(value: Any) -> list[Tensor]:
     # A lone tensor without a walk: dynamo traces each step.
     return [value] if isinstance(value, Tensor) else [tensor for _, tensor in tree.tensors(value)]
 
 
-def note_compiled_backward(taps: Iterable[Any], error: Exception) -> None:
+def add_compiled_backward_note(taps: Iterable[Any], error: Exception) -> None:
     """Add a note to an error of torch's compilers that compiled autograd may be the cause of."""
     is_of_torch = type(error).__module__.startswith("torch.")
     if is_of_torch and has_compiled_backward():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hookline.engine.autograd.aliases import can_be_aliased
 from hookline.engine.autograd.module_backward import CallGradients
-from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value
+from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value_gradient
 from hookline.engine.passes.modes import hides_gradients, map_legacy_vmap, vmapped_gradient_text
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves, outlines, tree
@@ -27,7 +27,7 @@ from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import Order, Tap, no_callback
 from hookline.engine.torch_private.autograd import (
     is_compiled_node,
-    outer_backward,
+    outer_backward_number,
     prehook_node,
     version_counter,
 )
@@ -71,13 +71,13 @@ class TappedCall(NamedTuple):
     aliases: CallGradients | None = None
 
 
-def pass_of_gradients(current: Pass) -> Pass:
+def gradient_pass(current: Pass) -> Pass:
     """Return the pass that the gradients of a pass belong to: in a recomputation, another one."""
     again = current.recomputation
-    return current if again is None else again.pass_of_gradients()
+    return current if again is None else again.gradient_pass()
 
 
-class EarlyHooks(NamedTuple):
+class FirstRunHooks(NamedTuple):
     """Name the tensors of a value that got hooks in the first run of a reentrant checkpoint.
 
     They came into the region from outside. Their whole gradients arrive outside, too: the second
@@ -85,7 +85,7 @@ class EarlyHooks(NamedTuple):
     """
 
     pending: PendingGradient  # the second run adds the tensors that were made inside
-    # The slots of these tensors, by their index among the value's tensors. Slots of early tensors
+    # The slots of these tensors, by their index among the value's tensors. Slots of these tensors
     # are negative, since the second run counts its own from 0.
     slots: Mapping[int, int]
     # The slots by `producer_of` the tensors, since the second run may meet them again.
@@ -161,14 +161,14 @@ class GradientTap(Tap):
 
     def _make_hook(self, first: Pass, pending: PendingGradient, slot: int) -> GradHook:
         if self.on.keeps_graph:
-            hook = GradHook(self._receive_weakly, weakref.ref(first), pending, slot)
+            hook = GradHook(self._receive_unless_pass_freed, weakref.ref(first), pending, slot)
         else:
             hook = GradHook(self.receive_gradient, first, pending, slot)
         if STOPWATCH.readers and self.rank >= Order.GRAD_READ:  # what only looks is not the model's
             return GradHook(STOPWATCH.call_untimed, hook)
         return hook
 
-    def _place_hook(
+    def _register_hook(
         self,
         current: Pass,
         tensor: Tensor,
@@ -181,17 +181,17 @@ class GradientTap(Tap):
         if isinstance(node, PYTHON_NODE):
             source = find_replaced_tensor(tensor)
             if source is not None:
-                self._hook_replaced(current, source, hook, owner, trace_order)
+                self._hook_replaced_tensor(current, source, hook, owner, trace_order)
                 return
             if is_compiled_node(node):
-                at_run = GradHook(self._call_at_compiled, hook, tensor.output_nr)
+                at_run = GradHook(self._call_at_compiled_node, hook, tensor.output_nr)
                 prehook_node(node, at_run, owner, trace_order)
                 return
             if self._hook_region_output(current, node, tensor.output_nr, hook, owner):
                 return
-        view = hook_value(tensor, hook, self.warn_ambiguous, owner, trace_order)
+        view = hook_value_gradient(tensor, hook, self.warn_ambiguous, owner, trace_order)
         if view is not None:
-            self.note_view(current, view)
+            self.settle_view_later(current, view)
 
     def _hook_region_output(
         self, current: Pass, node: Any, index: int, hook: GradHook, owner: int
@@ -212,7 +212,7 @@ class GradientTap(Tap):
             return False
         outside = origin.tensor()
         if outside is not None and outside.grad_fn is origin.node:
-            self._place_hook(current, outside, hook, owner)
+            self._register_hook(current, outside, hook, owner)
         elif not self._hook_region_output(current, origin.node, origin.number, hook, owner):
             prehook_node(origin.node, GradHook(_call_at_node, hook, origin.number), owner)
         return True
@@ -223,9 +223,9 @@ class GradientTap(Tap):
         """Register a hook on a tensor that a region's second run returns."""
         current, tensor = self.in_thread.running, outputs[index]
         if current is not None and isinstance(tensor, Tensor) and tensor.requires_grad:
-            self._place_hook(current, tensor, hook, owner)
+            self._register_hook(current, tensor, hook, owner)
 
-    def _hook_replaced(
+    def _hook_replaced_tensor(
         self,
         current: Pass,
         source: ReplacedTensor,
@@ -240,13 +240,13 @@ class GradientTap(Tap):
         if source.layout is not None:
             hook = GradHook(source.layout.call, hook)
         if source.tensor is not None:
-            self._place_hook(current, source.tensor, hook, owner, trace_order)
+            self._register_hook(current, source.tensor, hook, owner, trace_order)
             return
         counter = version_counter(source.alias)
-        at_view = GradHook(self._call_at_view, hook, source.number, counter, counter._version)
+        at_view = GradHook(self._call_at_view_node, hook, source.number, counter, counter._version)
         prehook_node(source.node, at_view, owner, trace_order)
 
-    def _call_at_view(
+    def _call_at_view_node(
         self, hook: GradHook, index: int, counter: Tensor, version: int, grads: Sequence[Any]
     ) -> Any:
         """Call the hook at a view's node; the gradient is complete if nobody wrote to the view."""
@@ -255,7 +255,7 @@ class GradientTap(Tap):
             return None
         return _call_at_node(hook, index, grads)
 
-    def _call_at_compiled(
+    def _call_at_compiled_node(
         self, hook: GradHook, index: int, grads: tuple[Tensor | None, ...]
     ) -> Any:
         """Call a hook at the node of a compiled run, for one of the tensors that it returned.
@@ -273,20 +273,24 @@ class GradientTap(Tap):
         """Hook each tensor of a value and wait for the gradients."""
         current = call.current
         is_on = torch.is_grad_enabled()
-        if not is_on and not self._comes_in_recomputation(current):
+        if not is_on and not self._gradients_come_in_recomputation(current):
             return
         value = self.part(current, value)
-        early = self._early_hooks(current, call.number)
-        pending = PendingGradient(call.number) if early is None else early.pending
+        first_hooks = self._first_run_hooks(current, call.number)
+        pending = PendingGradient(call.number) if first_hooks is None else first_hooks.pending
         slots: dict[int, int] = {}
         if not is_on:
-            early = self._hook_early(call, early or EarlyHooks(pending, {}, {}), value)
-        if early is not None:
+            first_hooks = self._hook_checkpoint_inputs(
+                call, first_hooks or FirstRunHooks(pending, {}, {}), value
+            )
+        if first_hooks is not None:
             tensors = enumerate(tensor for _, tensor in tree.tensors(value))
-            slots = {id(tensor): early.slots[k] for k, tensor in tensors if k in early.slots}
+            slots = {
+                id(tensor): first_hooks.slots[k] for k, tensor in tensors if k in first_hooks.slots
+            }
         if is_on:
-            results = {} if early is None else {**early.results}
-            self._hook_each(call, pending, value, slots, results)
+            results = {} if first_hooks is None else {**first_hooks.results}
+            self._hook_distinct_tensors(call, pending, value, slots, results)
         if not isinstance(value, Tensor):
             pending.form = outlines.outline(value, lambda tensor: slots.get(id(tensor)))
         if not is_on:
@@ -295,35 +299,39 @@ class GradientTap(Tap):
             self.placed += current.recomputation is None
         else:
             self.placed -= current.recomputation is not None
-            self.count_without_grad(value)
-            self.on.on_no_gradient(pass_of_gradients(current), pending)
+            self.count_value_without_grad(value)
+            self.on.on_no_gradient(gradient_pass(current), pending)
 
-    def _early_hooks(self, current: Pass, call: int) -> EarlyHooks | None:
+    def _first_run_hooks(self, current: Pass, call: int) -> FirstRunHooks | None:
         """Return the tensors of a call's value that got their hooks in the first run."""
         again = current.recomputation
-        return None if again is None else again.early(self, call)
+        return None if again is None else again.first_run_hooks(self, call)
 
-    def _keep_early_hooks(self, current: Pass, early: EarlyHooks) -> EarlyHooks:
+    def _keep_first_run_hooks(self, current: Pass, first_hooks: FirstRunHooks) -> FirstRunHooks:
         """Keep the tensors that have got their hooks in the first runs of a region."""
-        current.region.early[self, early.pending.call] = early
-        return early
+        current.region.first_run_hooks[self, first_hooks.pending.call] = first_hooks
+        return first_hooks
 
-    def _hook_early(self, call: TappedCall, early: EarlyHooks, value: Any) -> EarlyHooks:
+    def _hook_checkpoint_inputs(
+        self, call: TappedCall, first_hooks: FirstRunHooks, value: Any
+    ) -> FirstRunHooks:
         """Hook the tensors that came into a reentrant checkpoint from outside."""
-        slots, results = {**early.slots}, {**early.results}
+        slots, results = {**first_hooks.slots}, {**first_hooks.results}
         for index, (_, tensor) in enumerate(tree.tensors(value)):
             if tensor.grad_fn is None or index in slots:
                 continue
             result = producer_of(tensor)
             if result not in results:
                 results[result] = -1 - index
-                self._hook_slot(call, early.pending, -1 - index, tensor)
+                self._hook_tensor_in_slot(call, first_hooks.pending, -1 - index, tensor)
             slots[index] = results[result]
-        if len(slots) == len(early.slots):
-            return early
-        return self._keep_early_hooks(call.current, EarlyHooks(early.pending, slots, results))
+        if len(slots) == len(first_hooks.slots):
+            return first_hooks
+        return self._keep_first_run_hooks(
+            call.current, FirstRunHooks(first_hooks.pending, slots, results)
+        )
 
-    def _hook_each(
+    def _hook_distinct_tensors(
         self,
         call: TappedCall,
         pending: PendingGradient,
@@ -341,29 +349,29 @@ class GradientTap(Tap):
                 slot_by_id[id(tensor)] = slot_by_result[result]
                 continue
             slot = len(slot_by_id)
-            if self._hook_slot(call, pending, slot, tensor):
+            if self._hook_tensor_in_slot(call, pending, slot, tensor):
                 slot_by_id[id(tensor)] = slot
                 if result is not None:
                     slot_by_result[result] = slot
 
-    def _hook_slot(
+    def _hook_tensor_in_slot(
         self, call: TappedCall, pending: PendingGradient, slot: int, tensor: Tensor
     ) -> bool:
         """Hook one tensor of a value, and tell whether it was hooked.
 
         A hook on a leaf would outlive the pass.
         """
-        hook = self._make_hook(pass_of_gradients(call.current), pending, slot)
+        hook = self._make_hook(gradient_pass(call.current), pending, slot)
         aliases = call.aliases
         index = None if aliases is None else aliases.alias_index(tensor)
         if aliases is not None and index is not None:
-            origin = aliases.origin(index)
+            origin = aliases.aliased_input(index)
             if origin is None:
                 aliases.add_hook(self.rank, hook, index)
             else:
-                self._place_hook(call.current, origin, hook, call.owner)
+                self._register_hook(call.current, origin, hook, call.owner)
         elif tensor.grad_fn is not None:
-            self._place_hook(call.current, tensor, hook, call.owner)
+            self._register_hook(call.current, tensor, hook, call.owner)
         else:
             if not can_be_aliased(tensor):
                 self.warn_ambiguous(_NO_ALIAS)
@@ -372,7 +380,7 @@ class GradientTap(Tap):
             self.on.awaits(call.current, pending, slot, tensor)
         return True
 
-    def _comes_in_recomputation(self, current: Pass) -> bool:
+    def _gradients_come_in_recomputation(self, current: Pass) -> bool:
         """Tell whether gradients, disabled now, come in the recomputation of a region."""
         region = current.region
         if region is None or not region.is_reentrant:
@@ -386,7 +394,7 @@ class GradientTap(Tap):
     def _recomputed_pass(self, current: Pass) -> Pass | None:
         return current if current.recomputation.has_gradients else None
 
-    def count_without_grad(self, value: Any) -> None:
+    def count_value_without_grad(self, value: Any) -> None:
         """Count a value that seems to require no gradient.
 
         Raises:
@@ -411,7 +419,7 @@ class GradientTap(Tap):
             warn(f"{self.site} has no gradient: {self.lost}.")
         self.n_lost += 1
 
-    def note_view(self, current: Pass, view: HookedView) -> None:
+    def settle_view_later(self, current: Pass, view: HookedView) -> None:
         """Settle a view when the pass ends, and at the root's border if it is of a root input."""
         lasts = current.roots or current.recomputation is not None or current.opened.get(self)
         if lasts:
@@ -445,19 +453,21 @@ class GradientTap(Tap):
                 )
             return new
         except Exception as error:
-            self._note_backward(error)
+            self._add_backward_note(error)
             raise
 
     def _count_arrival(self, pending: PendingGradient) -> None:
         if pending.form is None:
             self.fired += 1
             return
-        run = outer_backward()
+        run = outer_backward_number()
         if run not in pending.gathered:  # count each value once, however many tensors it holds
             pending.gathered[run] = None
             self.fired += 1
 
-    def _receive_weakly(self, of: Any, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
+    def _receive_unless_pass_freed(
+        self, of: Any, pending: PendingGradient, slot: int, grad: Tensor
+    ) -> Any:
         current = of()
         return None if current is None else self.receive_gradient(current, pending, slot, grad)
 
@@ -469,7 +479,7 @@ class GradientTap(Tap):
                 " the gradient was not.\nCall backward() inside the block."
             )
 
-    def _note_backward(self, error: Exception) -> None:
+    def _add_backward_note(self, error: Exception) -> None:
         self._note(error)
         error.add_note(
             "hookline: the backward pass stopped there. Parameters that it had reached before have"
@@ -528,12 +538,12 @@ _NEEDLESS = (
 
 def _leaf_getter(site: Site) -> Callable[[Pass, Any], Any]:
     if not site.leaf:
-        return _whole
+        return _whole_value
     leaf, where = site.leaf, str(site)
     return lambda _, value: leaves.get(value, leaf, where)
 
 
-def _whole(_: Pass, value: Any) -> Any:
+def _whole_value(_: Pass, value: Any) -> Any:
     return value
 
 

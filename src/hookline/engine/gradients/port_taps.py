@@ -30,7 +30,7 @@ from hookline.engine.taps.base import ON_INPUTS, HookSpec, Order, Tap, no_callba
 from hookline.engine.torch_private.autograd import (
     base_in_graph,
     is_compiled_node,
-    outer_backward,
+    outer_backward_number,
     version_counter,
 )
 from hookline.engine.torch_private.dynamo import may_have_compiled_forward
@@ -47,7 +47,7 @@ class GradOutputTap(GraphGradientTap):
         """Wait for the gradients of the output: the forward hook on the module."""
         if is_dynamo_compiling():
             value = aliases.alias_leaves(output)
-            self.trace(value)
+            self.fire_in_graph(value)
             return value
         return self.hook_output(module, output, id(sys._getframe(1)))
 
@@ -106,7 +106,7 @@ class GradInputTap(GraphGradientTap):
         if is_dynamo_compiling():
             new = aliases.alias_lasting_inputs(args, kwargs, leaves_only=True)
             args, kwargs = new or (args, kwargs)
-            self.trace(self.arguments.bind(module, args, kwargs))
+            self.fire_in_graph(self.arguments.bind(module, args, kwargs))
             return new
         key = id(sys._getframe(1))
         call = self._count_call(module, module_backward.input_gradients(key))
@@ -123,7 +123,7 @@ class GradInputTap(GraphGradientTap):
         return new
 
 
-class BorderTap(Tap):
+class RootAliasTap(Tap):
     """A tap at the border of the root that keeps the gradients of different passes apart."""
 
     __slots__ = ()
@@ -231,7 +231,7 @@ class ParameterTap(GradientTap):
             AttachError: the gradient was to be changed, but FSDP2 has added it to an earlier
                 `.grad`.
         """
-        current = self._pass_of_backward(outer_backward())
+        current = self._pass_of_backward(outer_backward_number())
         grad = parameter.grad
         if current is None or grad is None:
             return
@@ -269,7 +269,7 @@ class ParameterTap(GradientTap):
 
         Pickling the tensor drops the hook, without torch's warning.
         """
-        number = outer_backward()
+        number = outer_backward_number()
         current = self._pass_of_backward(number)
         if current is None:
             return None

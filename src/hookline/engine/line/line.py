@@ -20,7 +20,12 @@ from hookline.display.text import type_and_line
 from hookline.engine.compile.graph_capture import BlockwiseCallback, Callback, SplitCallback
 from hookline.engine.distributed.rendezvous import note_failure
 from hookline.engine.gradients.gradient_tap import GradientCallback
-from hookline.engine.gradients.port_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
+from hookline.engine.gradients.port_taps import (
+    GradInputTap,
+    GradOutputTap,
+    ParameterTap,
+    RootAliasTap,
+)
 from hookline.engine.line.attachment import Attachment, retry_interrupted
 from hookline.engine.line.compile_support import CompileSupport, refuse_in_compiled
 from hookline.engine.line.handle import CallHooks, HookHandle
@@ -182,7 +187,9 @@ class Line:
         sites, nodes = [site for site, _ in places], [node for _, node in places]
         with self.all_or_nothing():
             if self.root is not None and "grad_input" in {site.port for site in sites}:
-                self._registrations.place([(BorderTap(self.passes), ModuleNode("", self.root, 0))])
+                self._registrations.place(
+                    [(RootAliasTap(self.passes), ModuleNode("", self.root, 0))]
+                )
             taps = [
                 bound if isinstance(bound, Tap) else self._make_tap(site, bound, rank)
                 for site, bound in zip(sites, map(bind, sites), strict=True)

@@ -37,11 +37,11 @@ class Repetition:
         """Return the pass of the repeated run of the root."""
         return self.current
 
-    def pass_of_gradients(self) -> Pass:
+    def gradient_pass(self) -> Pass:
         """Return the pass that gradients of the repeated run belong to."""
         return self.current
 
-    def early(self, tap: Any, call: int) -> None:
+    def first_run_hooks(self, tap: Any, call: int) -> None:
         """Return the tensors of a call that got hooks in a region's first run: none."""
 
 

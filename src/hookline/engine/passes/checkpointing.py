@@ -77,15 +77,15 @@ class CheckpointedRegion(_Changes):
     Attributes:
         calls: how often each tap that counts calls had run when the region began.
         first: returns the pass; None if it has been freed.
-        early: the tensors that came from outside and got their hooks in the first run, by tap and
-            call.
+        first_run_hooks: the tensors that came from outside and got their hooks in the first run, by
+            tap and call.
         runs: the numbers of the compiled code's runs; gradients come back under these numbers.
         at_late: functions to call when the recomputation comes after the line's end.
     """
 
     __slots__ = (
-        "at_late", "by_root", "calls", "early", "first", "is_reentrant", "number", "outer",
-        "passes", "runs",
+        "at_late", "by_root", "calls", "first", "first_run_hooks", "is_reentrant", "number",
+        "outer", "passes", "runs",
     )  # fmt: skip
 
     def __init__(
@@ -100,7 +100,9 @@ class CheckpointedRegion(_Changes):
         self.outer: Any = current.region
         self.calls: dict[Any, int] = dict(current.calls) if by_root is None else {}
         # A copy: a tensor that is hooked in this first run was not hooked in the outer region's.
-        self.early: dict[tuple[Any, int], Any] = {} if again is None else {**again.region.early}
+        self.first_run_hooks: dict[tuple[Any, int], Any] = (
+            {} if again is None else {**again.region.first_run_hooks}
+        )
         self.at_late: set[Callable[[], None]] = set()
         self.runs: list[Tensor] = []
         # A weak reference: the graph holds the region, and recorded values may hold the graph.
@@ -155,7 +157,7 @@ class Recomputation(_Changes):
         """Tell whether the run of the root that began this pass has not been recomputed yet."""
         return bool(self.region.by_root) and not self._has_run
 
-    def pass_of_gradients(self) -> Pass:
+    def gradient_pass(self) -> Pass:
         """Return the pass that gradients belong to.
 
         Returns:
@@ -163,9 +165,9 @@ class Recomputation(_Changes):
         """
         return (self.region.first() if self.has_gradients else None) or self.current
 
-    def early(self, tap: Any, call: int) -> Any:
+    def first_run_hooks(self, tap: Any, call: int) -> Any:
         """Return the tensors of a call that got their hooks in the first run; None without any."""
-        return self.region.early.get((tap, call))
+        return self.region.first_run_hooks.get((tap, call))
 
     def pass_of_root(self) -> Pass:
         """Return the pass that this run of the root had in the first run."""

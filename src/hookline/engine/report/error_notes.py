@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from traceback import walk_tb
 
-from hookline.engine.gradients.compiled_tap import note_compiled_backward
+from hookline.engine.gradients.compiled_tap import add_compiled_backward_note
 from hookline.engine.taps.base import Tap
 
 
@@ -17,7 +17,7 @@ def note_error(name: str, taps: Iterable[Tap], error: Exception) -> None:
         taps: the line's taps.
         error: what was raised in the line's block.
     """
-    note_compiled_backward(taps, error)
+    add_compiled_backward_note(taps, error)
     modules = (frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__))
     # The message quotes the source of the hook that cannot be scripted.
     if "torch.jit._recursive" in modules and "hookline" in str(error):

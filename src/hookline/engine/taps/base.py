@@ -231,7 +231,7 @@ class Tap(HookOwner):
         if self.passes is not _INERT:
             self.prepare()
 
-    def trace(self, value: Any) -> Any:
+    def fire_in_graph(self, value: Any) -> Any:
         """Do the work of `fire` inside compiled code."""
         self.prepare_tracing()
         return None if self.active is None else self.active.capture(value)

@@ -25,7 +25,7 @@ class OutputTap(Tap):
         This is the hot path; a call of `_pass_of` would cost too much.
         """
         if is_dynamo_compiling():
-            return self.trace(output)
+            return self.fire_in_graph(output)
         current = self.in_thread.current
         if current is None:
             current = self._pass_outside_root(module)
@@ -56,7 +56,7 @@ class InputTap(Tap):
             return None
         if is_dynamo_compiling():
             value = self.arguments.bind(module, args, kwargs)
-            new = self.trace(value)
+            new = self.fire_in_graph(value)
             return None if new is None else self.arguments.unbind(module, new, value, args, kwargs)
         current = self._pass_of(module)
         if current is None:

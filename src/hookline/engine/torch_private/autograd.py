@@ -37,7 +37,7 @@ class _Outer(threading.local):
 OUTER = _Outer()
 
 
-def outer_backward() -> int:
+def outer_backward_number() -> int:
     """Return the `backward_number` of the user's run; a reentrant checkpoint has runs inside."""
     return backward_number() if OUTER.number is None else OUTER.number
 

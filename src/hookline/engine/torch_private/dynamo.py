@@ -149,31 +149,31 @@ def next_hook_number() -> str:
     return str(next(_hooks_met))
 
 
-def graph_origin_codes(tensors: list[Tensor]) -> str:
+def graph_input_codes(tensors: list[Tensor]) -> str:
     """Tell which tensors the graph being compiled gets from outside; only for code being compiled.
 
     Returns:
         A "1" for each tensor from outside, a "2" for each of these that the graph has written to,
         and a "0" for each tensor that the graph computes.
     """
-    torch._dynamo.comptime.comptime(_note_origin_codes)
-    return _noted_origin_codes()  # type: ignore[no-any-return]
+    torch._dynamo.comptime.comptime(_store_input_codes)
+    return _stored_input_codes()  # type: ignore[no-any-return]
 
 
-class _Sources(threading.local):
+class _InputCodes(threading.local):
     noted = ""
 
 
-_sources = _Sources()
+_sources = _InputCodes()
 
 
-def _note_origin_codes(context: Any) -> None:
+def _store_input_codes(context: Any) -> None:
     # torch's name for access to dynamo's variables, which are not public.
     tensors = context.get_local("tensors")._i_will_not_complain_if_bc_breaks_VariableTracker()
-    _sources.noted = "".join(map(_origin_code, tensors.realize().items))
+    _sources.noted = "".join(map(_input_code, tensors.realize().items))
 
 
-def _origin_code(variable: Any) -> str:
+def _input_code(variable: Any) -> str:
     if variable.source is None:
         return "0"
     value = _example_value(variable.as_proxy().node)
@@ -181,7 +181,7 @@ def _origin_code(variable: Any) -> str:
 
 
 @while_tracing
-def _noted_origin_codes() -> str:
+def _stored_input_codes() -> str:
     return _sources.noted
 
 

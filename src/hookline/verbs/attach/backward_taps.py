@@ -34,7 +34,7 @@ from hookline.engine import (
     backward_number,
     call_frame,
     call_refusing_writes,
-    hook_value,
+    hook_value_gradient,
     no_callback,
     outside_checkpoint,
     path_text,
@@ -44,10 +44,10 @@ from hookline.engine.autograd.aliases import alias_leaves
 from hookline.engine.autograd.module_backward import (
     CallGradients,
     alias_inputs,
-    alias_multiple,
     alias_saved_outputs,
+    alias_several_outputs,
     output_gradients,
-    refuse_view,
+    refuse_ambiguous_gradient,
 )
 from hookline.engine.pytree import outlines, tree
 from hookline.errors import AttachError, StructureError
@@ -126,7 +126,7 @@ class _RawBackwardTap(GradientTap):
         if tensors:
             self.placed += 1
         else:
-            self.count_without_grad(output)
+            self.count_value_without_grad(output)
         return tensors
 
     def _order_or_everywhere(self, order: Order) -> Order:
@@ -135,14 +135,14 @@ class _RawBackwardTap(GradientTap):
     def _hook_tensor(
         self, current: Pass, tensor: Tensor, hook: GradHook, module: nn.Module, *, reads: bool
     ) -> None:
-        lost = GradHook(refuse_view, self._path)
+        lost = GradHook(refuse_ambiguous_gradient, self._path)
         # torch calls process-wide hooks first. A tap that only reads must still come after those of
         # the module's own hooks that change gradients.
         is_last = reads and self.is_everywhere
         with outside_checkpoint(current.region):
-            view = hook_value(tensor, hook, lost, id(module), is_last=is_last)
+            view = hook_value_gradient(tensor, hook, lost, id(module), is_last=is_last)
         if view is not None:
-            self.note_view(current, view)
+            self.settle_view_later(current, view)
 
     def _new_call(self, module: nn.Module, frame: int = 0) -> _Call:
         # Weakly, because a module that keeps its output would be held by that output's graph for
@@ -162,7 +162,7 @@ class _RawBackwardTap(GradientTap):
             )
             return None if result is None else check_backward(result, old)
         except Exception as error:
-            self._note_backward(error)
+            self._add_backward_note(error)
             raise
 
 
@@ -185,7 +185,9 @@ class BackwardPreTap(_RawBackwardTap):
         if current is None or not torch.is_grad_enabled():
             return None
         with outside_checkpoint(current.region):
-            output, meeting = alias_multiple(key, self._path, alias_saved_outputs(key, output))
+            output, meeting = alias_several_outputs(
+                key, self._path, alias_saved_outputs(key, output)
+            )
         if meeting is None:
             return output
         call = self._new_call(module)
@@ -208,7 +210,7 @@ class BackwardPreTap(_RawBackwardTap):
         with outside_checkpoint(current.region):
             value = alias_leaves(output)
         if not torch.is_grad_enabled():
-            self._comes_in_recomputation(current)
+            self._gradients_come_in_recomputation(current)
             return None
         tensors = self._tensors_to_hook(value)
         if len(tensors) != 1:
@@ -250,7 +252,7 @@ class BackwardTap(_RawBackwardTap):
         call = self._new_call(module, id(call_frame(frame)))
         current.opened.setdefault(self, []).append(call)
         if not torch.is_grad_enabled():
-            self._comes_in_recomputation(current)
+            self._gradients_come_in_recomputation(current)
             return None
         with outside_checkpoint(current.region):
             key = id(frame), id(module)
@@ -258,7 +260,7 @@ class BackwardTap(_RawBackwardTap):
         entered = call.flow
         call.has_inputs = entered is not None
         if entered is not None and entered.view is not None:
-            self.note_view(current, entered.view)
+            self.settle_view_later(current, entered.view)
         number = (lambda tensor: None) if entered is None else entered.alias_index
         call.inputs = tuple(outlines.outline(value, number) for value in (*args, *kwargs.values()))
         if entered is None:
@@ -283,7 +285,7 @@ class BackwardTap(_RawBackwardTap):
         with outside_checkpoint(call):
             output, meeting = alias_saved_outputs(key, output), None
             if call.flow is None:
-                output, meeting = alias_multiple(key, self._path, output)
+                output, meeting = alias_several_outputs(key, self._path, output)
         if meeting is None:
             return output
         call.outputs = _torch_outline(output, meeting.alias_index)

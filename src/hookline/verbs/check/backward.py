@@ -25,7 +25,7 @@ from hookline.engine import (
     at_end_of_backward,
     is_scripted,
     local_part,
-    outer_backward,
+    outer_backward_number,
     parameter_ids,
     unreduced_gradients,
 )
@@ -130,7 +130,7 @@ class BackwardChecks:
         if not opened:
             return
         run: CheckedRun = opened[0]
-        number = outer_backward()
+        number = outer_backward_number()
         runs = self._runs.get(number)
         if runs is None:
             if len(self._runs) >= _MOST_BACKWARDS:

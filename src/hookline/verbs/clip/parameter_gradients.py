@@ -24,7 +24,7 @@ from hookline.engine import (
     gather_json,
     is_dtensor,
     norms_of_each,
-    outer_backward,
+    outer_backward_number,
     say_by_rank,
 )
 from hookline.errors import AttachError, RanksError, warn
@@ -86,7 +86,7 @@ class ClipAfterBackward:
 
     def note_accumulated(self, parameter: Tensor) -> None:
         """Note a parameter whose gradient has been accumulated."""
-        run = outer_backward()
+        run = outer_backward_number()
         with self._lock:  # autograd has a thread for each device
             parameters = self._by_run.get(run)
             if parameters is None:
@@ -119,7 +119,7 @@ class ClipOnAccumulate:
 
     def clip_or_queue(self, parameter: Tensor) -> None:
         """Clip a parameter whose gradient has been accumulated, or queue it."""
-        run, key = outer_backward(), id(parameter)
+        run, key = outer_backward_number(), id(parameter)
         if self._queued.get(key) == run:
             return
         if run == backward_number():

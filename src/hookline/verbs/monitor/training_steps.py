@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hookline.curves import LOGGED, StepReport
 from hookline.display.text import type_and_line
-from hookline.engine import Pass, at_end_of_backward, closure_of, outer_backward
+from hookline.engine import Pass, at_end_of_backward, closure_of, outer_backward_number
 from hookline.errors import HooklineWarning, InputError, warn
 from hookline.verbs.monitor.firing_order import FiringOrder
 from hookline.verbs.monitor.loss_scale import LossScale, is_skipped_by_scaler
@@ -244,7 +244,7 @@ class TrainingSteps:
 
     def note_root_pass(self, current: Pass, frame: FrameType) -> None:
         """Note whether the root runs with gradients: then all values of the pass are training's."""
-        if self._backward >= 0 and outer_backward() < 0:  # it has raised
+        if self._backward >= 0 and outer_backward_number() < 0:  # it has raised
             self.note_backward_end(self.n_ended)
         if torch.is_grad_enabled():
             self._slots.has_run = True
@@ -306,7 +306,7 @@ class TrainingSteps:
         self._has_stepped = True
         self._optimizers.note_step(optimizer)
         self._slots.has_run = False
-        backward = outer_backward()
+        backward = outer_backward_number()
         if backward < 0:
             self._end_or_set_aside()
         elif backward != self._backward:  # a hook on a gradient steps the optimizer

@@ -23,11 +23,11 @@ from hookline.engine import (
     Site,
     backward_number,
     has_numbers,
-    hook_value,
+    hook_value_gradient,
     is_legacy_batched,
     is_wrapped,
     local_part,
-    outer_backward,
+    outer_backward_number,
     unwrap_ended_transforms,
     unwrap_legacy_vmap,
 )
@@ -69,7 +69,7 @@ class KeepGradient(GradientCallback):
             )
             value = tree.map_tensors(unwrap, value)
             was = stamp(value)
-        run = outer_backward()
+        run = outer_backward_number()
         if pending.form is None:
             current.note((self._number, value, was, pending.call, run, self._parameter_norm()))
             return
@@ -128,11 +128,11 @@ class PlainGradTap(GradOutputTap):
         call = calls.get(self, 0)
         calls[self] = call + 1
         self.placed += 1
-        view = hook_value(
+        view = hook_value_gradient(
             output, GradHook(self.keep, current, call), self.warn_ambiguous, id(module)
         )
         if view is not None:
-            self.note_view(current, view)
+            self.settle_view_later(current, view)
         return None
 
     def keep(self, current: Pass, call: int, grad: Tensor | None) -> None:

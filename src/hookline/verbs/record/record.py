@@ -420,7 +420,7 @@ class _PlainTap(OutputTap):
     def fire(self, module: nn.Module, args: Any, output: Any) -> None:
         """Keep the output: the forward hook."""
         if is_dynamo_compiling():
-            self.trace(output)
+            self.fire_in_graph(output)
             return
         current = self.in_thread.current
         if current is None or type(output) is not Tensor:

@@ -17,7 +17,7 @@ class _Noted(threading.local):
 _noted = _Noted()
 
 
-def note_fake_tensors(tensors: list[Tensor]) -> None:
+def store_fake_tensors(tensors: list[Tensor]) -> None:
     """Note what stands in for these tensors; only for code being compiled."""
     torch._dynamo.comptime.comptime(_note)
 
