@@ -82,7 +82,7 @@ TESTS_OF = {
     "curves/findings": ("findings/test_trainings.py",),
     "util/fork_safe_lock": ("test_processes.py",),
     "engine/distributed/rendezvous": ("test_distributed.py", *_RANKS),
-    "engine/memory/unversioned": ("test_distributed_values.py",),
+    "engine/memory/unversioned_memory": ("test_distributed_values.py",),
     "recordings/atomic_replace": ("test_processes.py", "test_distributed_folder.py"),
     "recordings/match_rank_values": ("test_distributed_folder.py",),
     "recordings/gather_and_reduce": ("test_distributed.py", *_RANKS),

@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from hookline.engine.function_names import (
     argument_names,
     functions_by_name,
-    is_attribute,
-    name_of,
+    is_tensor_attribute,
+    selector_name,
 )
 
 
@@ -53,7 +53,7 @@ X, Y = torch.randn(3, 3), torch.randn(3, 3)
 def test_what_code_calls_has_the_name_that_selects_it(run, name):
     with _Seen() as seen:
         run()
-    assert name_of(seen.functions[-1]) == name
+    assert selector_name(seen.functions[-1]) == name
     assert any(seen.functions[-1] is function for function in functions_by_name()[name])
 
 
@@ -87,7 +87,7 @@ def test_an_argument_that_takes_the_rest_is_named():
 
 
 def test_attributes_are_told_from_functions():
-    assert is_attribute("mT")
-    assert is_attribute("shape")
-    assert not is_attribute("relu")
-    assert not is_attribute("nothing_like_it")
+    assert is_tensor_attribute("mT")
+    assert is_tensor_attribute("shape")
+    assert not is_tensor_attribute("relu")
+    assert not is_tensor_attribute("nothing_like_it")

@@ -19,7 +19,7 @@ from torch import nn
 import hookline as hl
 from hookline.engine.model_fingerprint import (
     RecordedModel,
-    _sample,
+    _sample_blocks,
     function_identity,
     model_identity,
     recorded_model,
@@ -342,8 +342,8 @@ def test_a_sample_of_large_tensors_sees_both_ends():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int8, torch.bool])
 def test_a_sample_has_so_many_bytes_in_any_dtype(dtype):
     tensor = torch.zeros(3 * 2**20, dtype=dtype)
-    assert _sample(tensor).nbytes == 2**20
-    assert _sample(tensor[: 2**17]).shape == tensor[: 2**17].shape
+    assert _sample_blocks(tensor).nbytes == 2**20
+    assert _sample_blocks(tensor[: 2**17]).shape == tensor[: 2**17].shape
 
 
 def test_lazy_and_meta_models_are_no_error():

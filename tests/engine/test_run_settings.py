@@ -22,16 +22,16 @@ def net():
     return nn.Sequential(nn.Linear(3, 3), inner, nn.Linear(3, 2)).eval()
 
 
-def settings_of(net):
+def settings_from(net):
     with hl.record(net) as run:
         net(X)
     return run.passes[0].settings
 
 
 def test_modules_are_listed_where_their_mode_differs(net):
-    assert settings_of(net).training == {"": False}
+    assert settings_from(net).training == {"": False}
     net[1].train()
-    settings = settings_of(net)
+    settings = settings_from(net)
     assert settings.training == {"": False, "1": True}
     modes = [settings.is_training(path) for path in ("", "0", "1", "1.0", "2")]
     assert modes == [False, False, True, True, False]
@@ -61,7 +61,7 @@ def test_autocast_gradients_seed_and_flags_are_noted(net):
     backend.fp32_precision = "bf16"
     try:
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            settings = settings_of(net)
+            settings = settings_from(net)
     finally:
         torch.use_deterministic_algorithms(False)
         backend.fp32_precision = before

@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 
 import hookline as hl
 from hookline.engine.compile import compiled_runs
-from hookline.engine.memory import unversioned
+from hookline.engine.memory import unversioned_memory
 from zoo import Step, steps
 
 pytestmark = [
@@ -192,7 +192,7 @@ class Static:
 
 @pytest.mark.parametrize("form", ["whole", "by part"])
 def test_values_in_memory_of_cuda_graphs_are_copied(form, monkeypatch):
-    for module in (compiled_runs, unversioned):
+    for module in (compiled_runs, unversioned_memory):
         monkeypatch.setattr(module, "may_use_cudagraph_memory", lambda: True)
     model, batches = nn.Sequential(nn.Linear(8, 8), nn.Flatten(), nn.Linear(8, 2)), (X, X + 1)
     expected = [hl.features(model, x, ["0", "1"]) for x in batches]

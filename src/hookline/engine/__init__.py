@@ -12,35 +12,39 @@ from hookline.engine.compile.compiled_modules import (
     RunSubscription, force_eager, is_compiled, unwrap_compiled,
 )
 from hookline.engine.compile.graph_capture import (
-    Callback, BlockwiseCallback, SplitCallback, bind_own_defaults, graph_snapshot, snapshot,
+    Callback, BlockwiseCallback, SplitCallback, bind_own_defaults, snapshot_detached,
+    snapshot_with_graph,
 )
 from hookline.engine.compile.compiled_runs import CompiledRun
-from hookline.engine.distributed.parallel_ranks import (
-    gather_stacked, reduce_partial, split_parameters, split_ranks,
+from hookline.engine.distributed.tensor_parallel import (
+    gather_stacked, reduce_partial, tensor_parallel_parameters, tensor_parallel_ranks,
 )
 from hookline.engine.distributed.rendezvous import (
-    TIMEOUT_S, failures_of, gather_json, note_failure, ranks_of, say_by_rank, wait_for_keys,
+    TIMEOUT_S, failures_by_rank, format_by_rank, gather_json, group_ranks, publish_failure,
+    wait_for_keys,
 )
 from hookline.engine.distributed.whole_weights import gather_last_dim, whole_weights
 from hookline.engine.gradients.port_taps import GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.gradient_tap import (
-    GradientCallback, GradientTap, NO_BACKWARD, PendingGradient, call_refusing_writes,
+    GradientCallback, GradientTap, NO_BACKWARD, PendingGradient, call_gradient_function,
 )
 from hookline.engine.line.attachment import AtEnd, Attachment, retry_interrupted
 from hookline.engine.line.handle import HookHandle
 from hookline.engine.line.line import Bound, Line
 from hookline.engine.line.registration import Node, Registrations
-from hookline.engine.memory.read_only import call_read_only, call_to_measure
-from hookline.engine.memory.unversioned import LINE, Unversioned, is_freed, makes_new_memory
+from hookline.engine.memory.read_only_calls import call_undoing_writes, call_measuring_function
+from hookline.engine.memory.unversioned_memory import (
+    CACHE_LINE_BITS, UnversionedMemory, is_freed, returns_new_memory,
+)
 from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.operations.call_list import CallList, FunctionCall
 from hookline.engine.operations.operation_mode import hooked_operations_on
 from hookline.engine.operations.operation import Operation
-from hookline.engine.passes.as_recomputation import as_recomputation
-from hookline.engine.passes.running_calls import Calls
+from hookline.engine.passes.repeated_run import treat_runs_as_recomputation
+from hookline.engine.passes.running_calls import RunningCalls
 from hookline.engine.passes.checkpointing import end_thread_passes, repeatable_generator
 from hookline.engine.passes.modes import (
-    has_numbers, unwrap_all_transforms, is_transformed, unwrap_ended_transforms, without_autocast,
+    has_numbers, unwrap_all_transforms, is_in_transform, unwrap_ended_transforms, without_autocast,
 )
 from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
 from hookline.engine.pytree.call_arguments import Arguments
@@ -60,7 +64,7 @@ from hookline.engine.selection.site import PORTS, ROOT, Site, glob, path_text, p
 from hookline.engine.selection.targets import EVERYWHERE, Everywhere, Target
 from hookline.engine.taps.base import (
     AroundCall, HookSpec, Order, RootTap, Tap, call_frame, foreign_hooks, is_inert, is_reading,
-    no_callback, walked_over,
+    no_callback, iterated_taps,
 )
 from hookline.engine.taps.forward import OutputTap
 from hookline.engine.taps.mode_tap import ModeTap

@@ -20,10 +20,10 @@ _SPACES = (torch, F, Tensor, torch.linalg, torch.special, torch.fft)
 _RENAMED = {"floordiv": "floor_divide", "rfloordiv": "rfloor_divide", "rdiv": "div"}
 
 
-def name_of(function: Function) -> str:
+def selector_name(function: Function) -> str:
     """Return the name by which a function is selected.
 
-    >>> name_of(torch.add), name_of(Tensor.__getitem__), name_of(Tensor.__rdiv__)
+    >>> selector_name(torch.add), selector_name(Tensor.__getitem__), selector_name(Tensor.__rdiv__)
     ('add', 'getitem', 'div')
     """
     name: str = getattr(function, "__name__", type(function).__name__)
@@ -44,13 +44,13 @@ def functions_by_name() -> dict[str, list[Function]]:
             function = getattr(space, attribute, None)
             if not callable(function) or isinstance(function, type | ModuleType):
                 continue
-            known = by_name.setdefault(name_of(function), [])
+            known = by_name.setdefault(selector_name(function), [])
             if not any(function is other for other in known):
                 known.append(function)
     return by_name
 
 
-def is_attribute(name: str) -> bool:
+def is_tensor_attribute(name: str) -> bool:
     """Tell whether a name is that of an attribute of tensors, such as `mT`."""
     return inspect.isdatadescriptor(inspect.getattr_static(Tensor, name, None))
 
@@ -77,7 +77,7 @@ def argument_names(function: Function) -> ArgumentNames:
     if isinstance(inner, MethodDescriptorType):
         function = inner
     if isinstance(function, _OF_C):
-        return _names_of_builtin(function)
+        return _builtin_argument_names(function)
     own = _names_in_signature(function)
     is_method = own.names[:1] == ("self",) and function.__module__ == Tensor.split.__module__
     return own._replace(names=("input", *own.names[1:])) if is_method else own
@@ -87,12 +87,12 @@ _OF_C = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 
 
 @functools.cache
-def _names_of_builtin(function: Function) -> ArgumentNames:
+def _builtin_argument_names(function: Function) -> ArgumentNames:
     own = _names_in_signature(function)
     if isinstance(function, BuiltinFunctionType):
         return own
     names = ("input", *own.names[isinstance(function, WrapperDescriptorType) :])
-    like = getattr(torch, name_of(function), None)
+    like = getattr(torch, selector_name(function), None)
     if like is not None and own.rest is None:
         usual = argument_names(like)
         if usual.rest is None and len(usual.names) >= len(names):

@@ -70,10 +70,12 @@ def model_identity(model: nn.Module, *, whole: bool = False, sampled: bool = Fal
     kind = class_before_fsdp2(model)
     return {
         "type": f"{kind.__module__}.{kind.__qualname__}",
-        "structure": _short("\n".join(map(": ".join, _module_texts(model).items())).encode()),
-        "weights": _weights(model, whole=whole, sampled=sampled),
+        "structure": _short_digest(
+            "\n".join(map(": ".join, _module_texts(model).items())).encode()
+        ),
+        "weights": _weights_digest(model, whole=whole, sampled=sampled),
         "code": _code_fingerprints(model),
-        "attributes": _attributes(model),
+        "attributes": _attribute_texts(model),
     }
 
 
@@ -97,7 +99,7 @@ def _modules_without_wrappers(model: nn.Module) -> list[tuple[str, nn.Module, ty
     ]
 
 
-def _weights(model: nn.Module, *, whole: bool = False, sampled: bool = False) -> str:
+def _weights_digest(model: nn.Module, *, whole: bool = False, sampled: bool = False) -> str:
     digest = xxh3_128()  # ten times as fast as sha256: weights are hashed at each start
     named = {
         _COMPILED.sub("", name): tensor
@@ -107,11 +109,11 @@ def _weights(model: nn.Module, *, whole: bool = False, sampled: bool = False) ->
         tensor = named[name].detach()
         tensor = gather_full(tensor) if whole and is_dtensor(tensor) else local_shards(tensor)
         digest.update(f"{name} {describe.in_words(tensor)}".encode())
-        digest.update(_bytes_of(_sample(tensor) if sampled else tensor))
+        digest.update(_tensor_bytes(_sample_blocks(tensor) if sampled else tensor))
     for path, module, _ in _modules_without_wrappers(model):
         for name, value in vars(module).items():
             if _is_packed(value):
-                digest.update(f"{path}.{name}".encode() + _bytes_of(value))
+                digest.update(f"{path}.{name}".encode() + _tensor_bytes(value))
     return digest.hexdigest()
 
 
@@ -120,7 +122,7 @@ def _is_packed(value: Any) -> bool:
     return type(value) is torch.ScriptObject and hasattr(value, "__getstate__")
 
 
-def _sample(tensor: Any) -> Any:
+def _sample_blocks(tensor: Any) -> Any:
     """Return evenly spaced blocks of a large dense tensor, the first and the last included."""
     is_dense = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
     if not is_dense or tensor.nbytes <= _SAMPLED_BYTES or not tensor.is_contiguous():
@@ -133,7 +135,7 @@ def _sample(tensor: Any) -> Any:
 
 def _code_fingerprints(model: nn.Module) -> dict[str, str]:
     kinds = dict.fromkeys(map(class_before_fsdp2, model.modules()))
-    parts = {kind: _short(_class_bytes(kind)) for kind in kinds if not _is_torchs(kind)}
+    parts = {kind: _short_digest(_class_bytes(kind)) for kind in kinds if not _is_torch_class(kind)}
     digests: dict[str, str] = {}
     for kind in sorted(parts, key=lambda kind: (kind.__qualname__, kind.__module__)):
         digests[kind.__qualname__] = digests.get(kind.__qualname__, "") + parts[kind]
@@ -144,17 +146,17 @@ def _class_bytes(kind: type) -> bytes:
     """Return bytes of the code of a class's methods, inherited ones included."""
     parts = []
     for part in kind.__mro__:
-        if part is object or _is_torchs(part):
+        if part is object or _is_torch_class(part):
             continue
         for name, member in sorted(vars(part).items()):
-            for function in _functions_of(member):
+            for function in _member_functions(member):
                 parts.append(name.encode() + _identity_bytes(function.__code__, frozenset()))
             if isinstance(member, _PLAIN) and not name.startswith("__"):
                 parts.append(f"{name}={member!r}".encode())
     return b"".join(b"%d:%b" % (len(part), part) for part in parts)
 
 
-def _functions_of(member: Any) -> Iterator[FunctionType]:
+def _member_functions(member: Any) -> Iterator[FunctionType]:
     """Yield the functions of a member of a class, those that a decorator has wrapped included."""
     members = [member]
     if isinstance(member, property):
@@ -169,14 +171,14 @@ def _functions_of(member: Any) -> Iterator[FunctionType]:
         if isinstance(part, FunctionType) and id(part) not in ids:
             ids.add(id(part))
             yield part
-            members += map(_contents, part.__closure__ or ())
+            members += map(_cell_contents, part.__closure__ or ())
 
 
-def _is_torchs(kind: type) -> bool:
+def _is_torch_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torch"
 
 
-def _attributes(model: nn.Module) -> dict[str, str]:
+def _attribute_texts(model: nn.Module) -> dict[str, str]:
     texts: dict[str, list[str]] = {}
     for _, module, kind in _modules_without_wrappers(model):
         for name, value in vars(module).items():
@@ -194,14 +196,14 @@ def _is_plain(value: Any) -> bool:
 def _text_or_digest(texts: list[str]) -> str:
     if len(set(texts)) == 1 and len(texts[0]) <= _MOST_SHOWN:
         return texts[0]
-    return f"fingerprint {_short(repr(texts).encode())}"
+    return f"fingerprint {_short_digest(repr(texts).encode())}"
 
 
-def _bytes_of(tensor: Any) -> Any:
+def _tensor_bytes(tensor: Any) -> Any:
     if _is_packed(tensor):
-        return _bytes_of(tensor.__getstate__())
+        return _tensor_bytes(tensor.__getstate__())
     if isinstance(tensor, tuple | list):
-        return b"".join(map(bytes, map(_bytes_of, tensor)))
+        return b"".join(map(bytes, map(_tensor_bytes, tensor)))
     if not isinstance(tensor, Tensor):
         return repr(tensor).encode()
     if tensor.is_meta:
@@ -210,9 +212,9 @@ def _bytes_of(tensor: Any) -> Any:
         tensor = tensor.coalesce()
     parts = parts_of_sparse(tensor) or parts_of_wrapper(tensor)
     if parts:
-        return _bytes_of(parts)
+        return _tensor_bytes(parts)
     if tensor.is_quantized:
-        return _bytes_of(tensor.dequantize())
+        return _tensor_bytes(tensor.dequantize())
     try:
         flat = tensor.cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().data
@@ -260,7 +262,9 @@ class RecordedModel:
     @property
     def fingerprint(self) -> str:
         """Return a fingerprint of structure, weights and code: 16 hexadecimal digits."""
-        return _short("\n".join((self.type, self.structure, self.weights, self.code)).encode())
+        return _short_digest(
+            "\n".join((self.type, self.structure, self.weights, self.code)).encode()
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as `from_json` reads them."""
@@ -300,7 +304,7 @@ def recorded_model(model: nn.Module) -> RecordedModel | None:
         identity = model_identity(model, sampled=True)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):  # such as lazy parameters
         return None
-    code = _short(repr(identity["code"]).encode())
+    code = _short_digest(repr(identity["code"]).encode())
     return RecordedModel(
         identity["type"], identity["structure"], identity["weights"], code, versions_here(),
         device_of(model), flags_here(), _module_texts(wrapper_chain(model)[-1]),
@@ -319,7 +323,7 @@ def function_identity(function: Callable[..., Any] | None) -> str | None:
         return None
     name = getattr(function, "__qualname__", type(function).__qualname__)
     # Without the scope: the function that a call was moved into does not change what is computed.
-    return f"{name.rpartition('.')[2]} {_short(_identity_bytes(function, frozenset()))}"
+    return f"{name.rpartition('.')[2]} {_short_digest(_identity_bytes(function, frozenset()))}"
 
 
 def _identity_bytes(value: Any, within: frozenset[int]) -> bytes:
@@ -332,14 +336,14 @@ def _identity_bytes(value: Any, within: frozenset[int]) -> bytes:
     if id(value) in within:
         return b"itself"
     inside = within | {id(value)}
-    parts = [_identity_bytes(part, inside) for part in _parts(value)]
+    parts = [_identity_bytes(part, inside) for part in _identity_parts(value)]
     if isinstance(value, set | frozenset):
         parts.sort()  # their order differs between processes
     # The lengths keep neighbours apart: (1, 23) is not (12, 3).
     return b"".join(b"%d:%b" % (len(part), part) for part in [_own_bytes(value), *parts])
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _identity_parts(value: Any) -> Iterator[Any]:
     """Yield the parts of a function, a container or an object."""
     if isinstance(value, functools.partial):
         yield from (value.func, value.args, sorted(value.keywords.items()))
@@ -347,7 +351,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.__func__, value.__self__)
     elif isinstance(value, FunctionType):
         yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
-        yield from map(_contents, value.__closure__ or ())
+        yield from map(_cell_contents, value.__closure__ or ())
     elif isinstance(value, CodeType):
         yield from (value.co_names, value.co_varnames, value.co_consts)
     elif isinstance(value, tuple | list | set | frozenset):
@@ -364,23 +368,23 @@ def _own_bytes(value: Any) -> bytes:
     if isinstance(value, CodeType):
         return value.co_code
     if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)}".encode() + bytes(_bytes_of(value.detach()))
+        return f"{value.dtype} {list(value.shape)}".encode() + bytes(_tensor_bytes(value.detach()))
     if isinstance(value, np.ndarray) and value.dtype != object:  # the repr of a long one has "..."
         return f"{value.dtype} {value.shape}".encode() + value.tobytes()
     if isinstance(value, nn.Module):
-        return f"{_weights(value)} {_ADDRESS.sub('', repr(value))}".encode()
+        return f"{_weights_digest(value)} {_ADDRESS.sub('', repr(value))}".encode()
     has_parts = isinstance(value, tuple | list | set | frozenset | Mapping | functools.partial)
     if has_parts or isinstance(value, FunctionType | MethodType):
         return kind
     return kind + _ADDRESS.sub("", repr(value)).encode("utf-8", "backslashreplace")
 
 
-def _contents(cell: CellType) -> Any:
+def _cell_contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # a variable that has no value yet
         return "an empty cell"
 
 
-def _short(data: bytes) -> str:
+def _short_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:_N_DIGITS]

@@ -42,7 +42,7 @@ class Settings:
 
     def is_training(self, path: str) -> bool:
         """Tell whether a module was in training mode."""
-        return _first_known(self.training, [path, *paths_above(path)]) or False
+        return _mode_of_first_path(self.training, [path, *paths_above(path)]) or False
 
     def tf32_flags(self, kinds: Collection[str]) -> list[str]:
         """Return the flags of torch that had a GPU multiply in TF32.
@@ -77,8 +77,8 @@ class Settings:
         )
 
 
-class NotedSettings(NamedTuple):
-    """Hold what a pass reads, in little time; `settings_of` makes settings of it."""
+class RawSettings(NamedTuple):
+    """Hold what a pass reads, in little time; `settings_from` makes settings of it."""
 
     paths: Collection[str]  # the path of each module
     # The modes of the modules, and the states of torch in the order of `SettingsReader`.
@@ -99,9 +99,9 @@ class SettingsReader:
     def __init__(self, nodes: Sequence[ModuleNode], paths: Collection[str]) -> None:
         self._nodes = nodes
         self._paths = paths
-        self._last: NotedSettings | None = None
+        self._last: RawSettings | None = None
 
-    def read(self) -> NotedSettings:
+    def read(self) -> RawSettings:
         """Return the settings of the running code."""
         try:
             modes = [node.module.training for node in self._nodes]
@@ -119,13 +119,13 @@ class SettingsReader:
         )
         last = self._last
         if last is None or last.state != state:
-            last = self._last = NotedSettings(self._paths, state)
+            last = self._last = RawSettings(self._paths, state)
         return last
 
 
-def settings_of(noted: NotedSettings | Settings | None) -> Settings | None:
+def settings_from(noted: RawSettings | Settings | None) -> Settings | None:
     """Return the settings that a pass has noted."""
-    if not isinstance(noted, NotedSettings):
+    if not isinstance(noted, RawSettings):
         return noted
     flags, has_grad, is_inference, cpu, cuda, seed, is_deterministic, *precision = noted.state
     modes = dict(zip(noted.paths, flags, strict=True))
@@ -133,7 +133,7 @@ def settings_of(noted: NotedSettings | Settings | None) -> Settings | None:
         {
             path: mode
             for path, mode in modes.items()
-            if _first_known(modes, paths_above(path)) is not mode
+            if _mode_of_first_path(modes, paths_above(path)) is not mode
         },
         {
             device: torch_name(dtype)
@@ -175,6 +175,6 @@ def ignores_mode(type_name: str) -> bool:
     return code is not None and "training" not in code.co_names
 
 
-def _first_known(modes: Mapping[str, bool], paths: list[str]) -> bool | None:
+def _mode_of_first_path(modes: Mapping[str, bool], paths: list[str]) -> bool | None:
     """Return the mode of the first of some paths that has one; None if none has."""
     return next((modes[path] for path in paths if path in modes), None)

@@ -34,11 +34,11 @@ from hookline.engine import (
     PORTS,
     Report,
     Site,
+    format_by_rank,
     gather_json,
+    group_ranks,
     has_process_group,
     normalize_root,
-    ranks_of,
-    say_by_rank,
 )
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings
@@ -352,7 +352,7 @@ def write_ranks(
         FolderError: a rank could not write. Nothing is left behind.
     """
     question = f"run.save({os.fspath(folder)!r})"
-    rank_group = _RankGroup(question, ranks_of(group, question), timeout)
+    rank_group = _RankGroup(question, group_ranks(group, question), timeout)
     place = resolve_target(folder)
     draft = Draft(place, leads=dist.get_rank() == rank_group.ranks[0])
     contents: Contents
@@ -404,7 +404,7 @@ class _RankGroup:
         if any(answer["error"] for answer in answers):
             texts = [answer["error"] or "is ready" for answer in answers]
             raise FolderError(
-                f"{self.question}: nothing was written. {say_by_rank(self.ranks, texts)}."
+                f"{self.question}: nothing was written. {format_by_rank(self.ranks, texts)}."
                 "\nFix the error named above, or save one rank's recording only: alone=True."
             ) from error
         return answers
@@ -437,7 +437,7 @@ def _check_same_sites(rank_group: _RankGroup, answers: list[dict[str, Any]]) -> 
         texts = [listed(answer["sites"], 8) for answer in answers]
         raise RanksError(
             f"{rank_group.question}: the ranks selected different sites of the same model:"
-            f" {say_by_rank(rank_group.ranks, texts)}.\nSelect the same sites on every rank, or"
+            f" {format_by_rank(rank_group.ranks, texts)}.\nSelect the same sites on every rank, or"
             " save one rank's recording only: alone=True."
         )
 

@@ -21,15 +21,15 @@ from torch import Tensor
 from hookline.display.text import listed, type_and_line
 from hookline.engine import (
     Site,
-    failures_of,
+    failures_by_rank,
+    format_by_rank,
     gather_full,
     gather_json,
+    group_ranks,
     is_dtensor,
     layout_json,
     local_part,
-    note_failure,
-    ranks_of,
-    say_by_rank,
+    publish_failure,
 )
 from hookline.errors import AmbiguousError, HooklineError, RanksError
 from hookline.files.safetensors_file import flat_bytes
@@ -69,7 +69,7 @@ class Collective:
     @property
     def ranks(self) -> list[int]:
         """The global ranks of the group."""
-        return ranks_of(self.group, self.question)
+        return group_ranks(self.group, self.question)
 
     def gather_nodes(
         self, look_up: Callable[[], Any], *, compares_copies: bool = False
@@ -106,10 +106,10 @@ class Collective:
 
     def _no_value_text(self, ranks: list[int], answers: list[dict[str, Any]]) -> str:
         errors = [answer["error"] or "has it" for answer in answers]
-        message = f"{self.question} needs a value on every rank. {say_by_rank(ranks, errors)}"
+        message = f"{self.question} needs a value on every rank. {format_by_rank(ranks, errors)}"
         selected = [listed(answer["sites"], 8) or "nothing" for answer in answers]
         if len(set(selected)) > 1:
-            message += f"\nSelected: {say_by_rank(ranks, selected)}."
+            message += f"\nSelected: {format_by_rank(ranks, selected)}."
         return (
             f"{message}\nSelect and run the same sites on every rank. If only some ranks have the"
             " module, as in a pipeline, pass their group as group=."
@@ -121,11 +121,11 @@ class Collective:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            note_failure(type_and_line(error))
+            publish_failure(type_and_line(error))
             raise
         except RuntimeError as error:
-            failed = failures_of(ranks_of(self.group, self.question))
-            said = say_by_rank(failed, failed.values()) or str(error).splitlines()[0][:120]
+            failed = failures_by_rank(group_ranks(self.group, self.question))
+            said = format_by_rank(failed, failed.values()) or str(error).splitlines()[0][:120]
             raise RanksError(
                 f"{self.question}: a rank was lost while values were exchanged ({said})."
                 "\nLook at the output of the other ranks: one died or called another collective."
@@ -318,7 +318,7 @@ def _check_reducible(question: str, ranks: list[int], nodes: Sequence[list[Node]
         if len(set(shapes)) > 1:
             raise RanksError(
                 f"{question}: the ranks' values must have one shape, got"
-                f" {say_by_rank(ranks, shapes)}."
+                f" {format_by_rank(ranks, shapes)}."
                 "\nReduce when recording, keep=lambda t: t.float().mean(), or join them:"
                 " run.full(..., dim=0)."
             )

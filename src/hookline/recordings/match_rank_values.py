@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.text import torch_name
-from hookline.engine import is_dtensor, say_by_rank
+from hookline.engine import format_by_rank, is_dtensor
 from hookline.engine.pytree import describe, tree
 from hookline.errors import RanksError
 from hookline.recordings.encoding import NotSaved
@@ -173,7 +173,8 @@ def check_same_structure(question: str, ranks: list[int], nodes: Sequence[list[N
         if any(node is None or _structure_of(node) != _structure_of(column[0]) for node in column):
             texts = ["nothing more" if node is None else node_text(node) for node in column]
             raise RanksError(
-                f"{question}: the ranks' values are not of one kind: {say_by_rank(ranks, texts)}."
+                f"{question}: the ranks' values are not of one kind:"
+                f" {format_by_rank(ranks, texts)}."
                 "\nRecord the same sites with the same options on every rank."
             )
     for node, *_ in columns(nodes, "other"):
@@ -194,7 +195,7 @@ def check_equal_leaves(
             texts = [node["text"][:100] + _path_text(node) for node in column]
             raise RanksError(
                 f"{question} needs what it does not combine to be the same on every rank, got"
-                f" {say_by_rank(ranks, texts)}."
+                f" {format_by_rank(ranks, texts)}."
                 "\nReduce numbers, run.reduced(..., op='mean'), or return tensors when recording:"
                 " keep=lambda value: ..."
             )

@@ -19,7 +19,7 @@ from hookline.engine import (
     Pass,
     Report,
     Site,
-    Unversioned,
+    UnversionedMemory,
     every_tensor,
     is_freed,
     is_wrapped,
@@ -42,7 +42,7 @@ from hookline.recordings.log_entries import (
 from hookline.recordings.stored_values import Stored
 
 Read = Callable[[Entry], Any]
-NotedSettings = tuple[Any, ...]  # the first fields of an `Entry`
+RawSettings = tuple[Any, ...]  # the first fields of an `Entry`
 _SEARCHED = 256  # up to this many entries are searched: sorting costs as much as 20 searches
 
 
@@ -67,7 +67,7 @@ class Log:
         report: Callable[[], Report],
         *,
         keeps_graph: bool = False,
-        unversioned: Unversioned | None = None,
+        unversioned: UnversionedMemory | None = None,
     ) -> None:
         self.sites = sites
         self.sites_of_part: PartSites | None = None
@@ -294,7 +294,9 @@ class Log:
             return "has no numbers any more: its memory was freed after it was recorded"
         # A value with a copy beside it is compared with the copy.
         unversioned = None if isinstance(was, StampWithCopies) else self.unversioned
-        may_change = unversioned is not None and unversioned.has_now(tensors, len(self.passes))
+        may_change = unversioned is not None and unversioned.contains_any_now(
+            tensors, len(self.passes)
+        )
         if not is_unchanged(tensors, was):
             return (
                 "was overwritten in place after it was recorded (by an in-place operation such as"
@@ -398,7 +400,7 @@ def append_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]
     log.append((site, value, version, *rest))
 
 
-def _make_entries(index: int, noted: Sequence[NotedSettings]) -> list[Entry]:
+def _make_entries(index: int, noted: Sequence[RawSettings]) -> list[Entry]:
     return [
         Entry(index, fields[1], fields[2], call)
         if len(fields) < 4 or fields[3] is None
@@ -411,9 +413,9 @@ def _make_entries(index: int, noted: Sequence[NotedSettings]) -> list[Entry]:
 class _EntriesBySite:
     """The entries of a pass, grouped by site, and by call where one call is asked for."""
 
-    def __init__(self, log: Sequence[NotedSettings]) -> None:
+    def __init__(self, log: Sequence[RawSettings]) -> None:
         self.length = len(log)
-        self._by_site: dict[int, list[NotedSettings]] = {}
+        self._by_site: dict[int, list[RawSettings]] = {}
         for fields in log:
             self._by_site.setdefault(fields[0], []).append(fields)
         self._by_call: dict[int, dict[int | None, list[Entry]]] = {}

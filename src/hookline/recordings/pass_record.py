@@ -8,7 +8,7 @@ from typing import Any, final, overload
 from hookline.display.results import Printout, Result
 from hookline.display.text import plural
 from hookline.engine import Pass, Selection, Site, hide_from_dir
-from hookline.engine.run_settings import Settings, settings_of
+from hookline.engine.run_settings import Settings, settings_from
 from hookline.recordings.key_index import Key, Lookup, run_text
 from hookline.recordings.log_entries import Entry
 from hookline.recordings.lookups import Lookups
@@ -58,7 +58,7 @@ class PassRecord(Lookups, Result):
         None for a module that ran outside a run of the model, and for a recording that an older
         hookline saved.
         """
-        return settings_of(self._pass.settings)
+        return settings_from(self._pass.settings)
 
     @property
     def backwards(self) -> list[PassRecord]:

@@ -24,16 +24,16 @@ from hookline.engine import (
     Report,
     Selection,
     Site,
-    Unversioned,
+    UnversionedMemory,
     has_parts,
     hide_from_dir,
-    is_transformed,
+    is_in_transform,
     sites_of_part,
     unwrap,
 )
 from hookline.engine.model_fingerprint import RecordedModel, recorded_model
 from hookline.engine.provenance import Provenance
-from hookline.engine.run_settings import settings_of
+from hookline.engine.run_settings import settings_from
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
 from hookline.findings.finding import Findings
 from hookline.recordings.folder import has_several_ranks, write_ranks, write_recording
@@ -104,7 +104,7 @@ class Recording(Lookups, Result):
         modules: Mapping[str, str] | None = None,
         *,
         keeps_graph: bool = False,
-        unversioned: Unversioned | None = None,
+        unversioned: UnversionedMemory | None = None,
     ) -> None:
         self.sites = sites
         self.modules = modules or {}
@@ -121,16 +121,16 @@ class Recording(Lookups, Result):
         """Add a new pass, whose log fills as the sites fire."""
         self._log.passes.append(current)
         if current.is_transformed:
-            current.note = partial(append_transformed, current.log, self._log.keeps_graph)
+            current.log_entry = partial(append_transformed, current.log, self._log.keeps_graph)
             self._is_transformed = True
         unversioned = self._log.unversioned
         if unversioned is not None and unversioned.begin_pass(current):
-            current.note = partial(note_copied, current.note)
+            current.log_entry = partial(note_copied, current.log_entry)
 
     def finish(self, report: Report) -> None:
         """Keep the report of the ended line instead of the line itself."""
         self._report = report
-        if self._is_transformed and not is_transformed():
+        if self._is_transformed and not is_in_transform():
             self._log.unwrap_entries()
 
     def set_model(self, model: RecordedModel | Callable[[], nn.Module | None] | None) -> None:
@@ -486,7 +486,7 @@ class Recording(Lookups, Result):
                 current.number,
                 current.failed,
                 [keep(Entry(*noted)) for noted in current.log],
-                settings_of(current.settings),
+                settings_from(current.settings),
             )
             for current in self._log.passes
         ]

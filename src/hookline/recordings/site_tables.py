@@ -17,7 +17,7 @@ from hookline.engine import Pass, Site, local_shards
 from hookline.engine.pytree import describe, tree
 from hookline.errors import FolderError
 from hookline.recordings.log_entries import Entry
-from hookline.recordings.pass_log import Log, NotedSettings
+from hookline.recordings.pass_log import Log, RawSettings
 
 MOST_PASSES = 100  # the shapes of later passes are not read
 _MOST_ROWS = 60
@@ -62,7 +62,7 @@ def pass_printout(log: Log, current: Pass, backward: int | None = None) -> Print
     return _printout(name, head, [_cells(row) for row in rows], len(numbers))
 
 
-def entries_of_pass(current: Pass, backward: int | None) -> tuple[NotedSettings, ...]:
+def entries_of_pass(current: Pass, backward: int | None) -> tuple[RawSettings, ...]:
     """Return the entries of a pass, or of one backward pass over it."""
     if backward is None:
         return tuple(current.log)
@@ -70,7 +70,7 @@ def entries_of_pass(current: Pass, backward: int | None) -> tuple[NotedSettings,
 
 
 def site_rows(
-    log: Log, indices: Sequence[int], passes: Sequence[tuple[NotedSettings, ...]]
+    log: Log, indices: Sequence[int], passes: Sequence[tuple[RawSettings, ...]]
 ) -> list[dict[str, Any]]:
     """Describe the values at sites by a dict of plain values for each of the sites."""
     calls: dict[int, list[int]] = {number: [] for number in indices}  # in each pass that has any
@@ -127,7 +127,7 @@ def _recording_facts(log: Log, n_lost: int) -> str:
 
 
 def _shapes_and_dtypes(
-    log: Log, numbers: Sequence[int], passes: Sequence[tuple[NotedSettings, ...]]
+    log: Log, numbers: Sequence[int], passes: Sequence[tuple[RawSettings, ...]]
 ) -> dict[int, tuple[str, str]]:
     """Return, for each site, the text of its first shapes or structures and of its dtypes."""
     forms: dict[int, dict[str, None]] = {number: {} for number in numbers}

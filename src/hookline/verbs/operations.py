@@ -185,7 +185,7 @@ class _FirstCall:
         orders = Order.OPERATIONS_BEGIN, Order.OPERATIONS_END
         with line.all_or_nothing() as registrations:
             line.fast_paths.keep_padded(node)
-            registrations.place([
+            registrations.register_taps([
                 (AroundCall(watched.begin, watched.end, orders), node),
                 (AroundCall(self._begin, self._end, orders), node),
             ])  # fmt: skip

@@ -192,7 +192,7 @@ def test_an_interrupt_at_any_line_of_unmarking_leaves_no_mark(interrupted):
     module, step, is_interrupted = nn.Linear(2, 2), 0, True
     while is_interrupted:
         step += 1
-        of_line = marks.Marks()
+        of_line = marks.ForwardMarks()
         of_line.add([module])
         assert "forward" in vars(module)
         is_interrupted = interrupted(
@@ -450,7 +450,7 @@ def test_copies_of_marked_modules_shed_it_and_are_their_own(how, own):
         module.forward = OWN[own](module)
     marks.mark_forward(module, OWNER)
     other = COPIES[how](module)
-    marks.unmark_copy(other)
+    marks.unmark_copied_module(other)
     marks.unmark_forward(module, OWNER)
     assert type(vars(other).get("forward")) is type(vars(module).get("forward"))
     with torch.no_grad():
@@ -584,7 +584,7 @@ def test_a_recompiled_graph_module_runs_its_new_graph():
 
 
 def test_marks_may_be_removed_while_they_are_renewed(monkeypatch):
-    found = marks.Marks()
+    found = marks.ForwardMarks()
     found.add([nn.Linear(1, 1), nn.ReLU()])
     monkeypatch.setattr(marks, "renew_mark", lambda module: found.clear())
-    assert found.renew() == []
+    assert found.renew_all() == []

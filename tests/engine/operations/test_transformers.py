@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import hookline as hl
-from hookline.engine.function_names import functions_by_name, name_of
+from hookline.engine.function_names import functions_by_name, selector_name
 from tiny_transformers import tiny
 
 pytest.importorskip("transformers")
@@ -40,7 +40,7 @@ class _Oracle(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        name = name_of(func)
+        name = selector_name(func)
         if any(func is function for function in functions_by_name().get(name, ())):
             kept = output.detach().clone() if isinstance(output, Tensor) else None
             self.values.setdefault(f"{self.stack[-1]}@{name}", []).append(kept)

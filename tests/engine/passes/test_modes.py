@@ -9,19 +9,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.engine.passes.modes import Mode, mode_now
+from hookline.engine.passes.modes import Mode, running_mode
 from hookline.engine.torch_private.modes import is_plain_eager
 
 
 def test_code_under_no_mode_is_plain():
-    assert mode_now() is None
+    assert running_mode() is None
 
 
 def test_transforms_are_seen_while_they_run():
     found = []
-    torch.func.vmap(lambda x: (found.append(mode_now()), x)[1])(torch.zeros(2))
+    torch.func.vmap(lambda x: (found.append(running_mode()), x)[1])(torch.zeros(2))
     assert found == [Mode.TRANSFORMED]
-    assert mode_now() is None
+    assert running_mode() is None
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
@@ -29,7 +29,7 @@ def test_a_recomputation_is_told_from_the_first_run(is_reentrant):
     found = []
 
     def run(x):
-        found.append(mode_now())
+        found.append(running_mode())
         return x.sin()
 
     x = torch.ones(2, requires_grad=True)
@@ -39,7 +39,7 @@ def test_a_recomputation_is_told_from_the_first_run(is_reentrant):
 
 def test_tracing_is_refused():
     with pytest.raises(hl.AttachError, match="make_fx traces this model while a line is on"):
-        make_fx(lambda x: (mode_now(), x)[1])(torch.zeros(2))
+        make_fx(lambda x: (running_mode(), x)[1])(torch.zeros(2))
 
 
 @pytest.mark.parametrize("n_passes", [1, 3])

@@ -1,10 +1,10 @@
-"""Calls: the calls of a module that are under way."""
+"""RunningCalls: the calls of a module that are under way."""
 
 from __future__ import annotations
 
 import sys
 
-from hookline.engine.passes.running_calls import Calls
+from hookline.engine.passes.running_calls import RunningCalls
 
 
 def test_calls_cleared_at_any_moment_of_an_end_raise_nothing():
@@ -13,7 +13,7 @@ def test_calls_cleared_at_any_moment_of_an_end_raise_nothing():
     before = sys.gettrace()
     frame.f_trace_opcodes = True  # Python 3.12 traces opcodes from the settrace after this on
     while moment <= n_instructions:
-        calls, n_instructions = Calls(), 0
+        calls, n_instructions = RunningCalls(), 0
         calls.begin(frame)
 
         def at_instruction(_, event, __, calls=calls, moment=moment):
@@ -24,7 +24,7 @@ def test_calls_cleared_at_any_moment_of_an_end_raise_nothing():
             return at_instruction
 
         def at_call(called, *_, trace=at_instruction):
-            if called.f_code is not Calls.end.__code__:
+            if called.f_code is not RunningCalls.end.__code__:
                 return None
             called.f_trace = trace  # Python 3.13 traces no opcodes of a frame that has none
             called.f_trace_opcodes = True

@@ -128,10 +128,10 @@ def test_compiled_modules_are_known():
     assert not compiled_modules.is_compiled(inner)
     assert compiled_modules.is_compiled(torch.compile(inner, backend="eager"))
     assert compiled_modules.unwrap_compiled(torch.compile(inner, backend="eager")) is inner
-    assert compiled_modules.find_compiled(model) == ({id(m) for m in model.modules()}, [])
+    assert compiled_modules.find_compiled_in_place(model) == ({id(m) for m in model.modules()}, [])
     inner.compile(backend="eager")
     assert compiled_modules.is_compiled(inner)
-    assert compiled_modules.find_compiled(model)[1] == [inner]
+    assert compiled_modules.find_compiled_in_place(model)[1] == [inner]
 
 
 def test_errors_of_dynamo_have_their_names():

@@ -541,9 +541,7 @@ def test_a_ctrl_c_leaves_nothing_behind(left_as_found, interrupted):
         net.train()
 
     step = 1
-    while interrupted(
-        step, ("hookline.verbs.check", "hookline.engine.passes.as_recomputation"), use
-    ):
+    while interrupted(step, ("hookline.verbs.check", "hookline.engine.passes.repeated_run"), use):
         with warnings.catch_warnings():  # of a line that nobody holds
             warnings.simplefilter("ignore")
             gc.collect()

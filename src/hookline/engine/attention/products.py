@@ -11,7 +11,12 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
-from hookline.engine.function_names import Function, argument_names, functions_by_name, name_of
+from hookline.engine.function_names import (
+    Function,
+    argument_names,
+    functions_by_name,
+    selector_name,
+)
 
 _PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 
@@ -43,7 +48,7 @@ class Product:
     """
 
     def __init__(self, function: Function) -> None:
-        name = name_of(function)
+        name = selector_name(function)
         self.is_einsum: bool = name == "einsum"
         self.place = 1 if name == "baddbmm" else 0
         self.names: tuple[str, ...] = argument_names(function).names[self.place : self.place + 2]

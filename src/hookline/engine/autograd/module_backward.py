@@ -31,7 +31,7 @@ from hookline.engine.autograd.aliases import (
     replace_in_arguments,
 )
 from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value_gradient
-from hookline.engine.passes.modes import is_transformed
+from hookline.engine.passes.modes import is_in_transform
 from hookline.engine.pytree import tree
 from hookline.engine.taps.base import Order
 from hookline.engine.torch_private.autograd import (
@@ -94,7 +94,7 @@ class CallGradients:
 
     def _alias_jointly(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Alias several tensors through a node that waits for all their gradients."""
-        if is_transformed():
+        if is_in_transform():
             raise AttachError(
                 f"{self._name} takes or returns several tensors, and under torch.func a raw"
                 " backward hook cannot be given all their gradients at once.\nRecord or edit them"

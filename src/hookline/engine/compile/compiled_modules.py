@@ -34,7 +34,7 @@ class Watcher(Protocol):
     def leave(self, module: nn.Module, frame: FrameType, output: Any) -> None:
         """Clean up after a compiled module has returned or raised; `output` is then None."""
 
-    def explain(self, error: BaseException) -> None:
+    def add_error_note(self, error: BaseException) -> None:
         """Add a note to the error of a compiled module."""
 
 
@@ -119,7 +119,7 @@ def is_compiled(module: nn.Module) -> bool:
     return kind in type(module).__mro__
 
 
-def find_compiled(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
+def find_compiled_in_place(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
     """Find the modules of a model that were compiled by `module.compile()`.
 
     Returns:
@@ -189,7 +189,7 @@ def _call_and_report(
         return output
     except Exception as error:
         for watcher in entered:
-            watcher.explain(error)
+            watcher.add_error_note(error)
         raise
     finally:
         for watcher in reversed(entered):

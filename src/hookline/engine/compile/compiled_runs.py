@@ -53,7 +53,7 @@ class CompiledRun:
 
 
 @final
-class CallCounts(dict[Any, int]):
+class CollectingCallCounts(dict[Any, int]):
     """The number of calls of each tap in a pass, while compiled code runs.
 
     Eager code between two pieces of compiled code may call the same taps.
@@ -82,8 +82,8 @@ class CallCounts(dict[Any, int]):
 
 @final
 @dataclass(slots=True, eq=False)
-class _FlushingNote:
-    """The `note` of a pass while compiled code runs: compiled code's values are logged first."""
+class _CollectingLogger:
+    """The `log_entry` of a pass while compiled code runs: that code's values are logged first."""
 
     before: Callable[[Any], None]
     settle: Callable[[], None]
@@ -93,25 +93,25 @@ class _FlushingNote:
         self.before(entry)
 
 
-def flush_before_reads(current: Pass, settle: Callable[[], None]) -> None:
+def collect_before_reads(current: Pass, settle: Callable[[], None]) -> None:
     """Have the values of compiled code collected before eager code counts or logs in a pass.
 
     Eager code may run between two pieces of compiled code.
     """
-    if not isinstance(current.calls, CallCounts):
-        current.calls = CallCounts(current.calls, settle)
-        current.note = _FlushingNote(current.note, settle)
+    if not isinstance(current.calls, CollectingCallCounts):
+        current.calls = CollectingCallCounts(current.calls, settle)
+        current.log_entry = _CollectingLogger(current.log_entry, settle)
 
 
 def stop_collecting(current: Pass) -> None:
     """Restore a pass's counts and log, after its compiled code has ended."""
-    if isinstance(current.calls, CallCounts):
+    if isinstance(current.calls, CollectingCallCounts):
         current.calls = dict(current.calls)
-    if isinstance(current.note, _FlushingNote):
-        current.note = current.note.before
+    if isinstance(current.log_entry, _CollectingLogger):
+        current.log_entry = current.log_entry.before
 
 
-def run_of(number: int) -> CompiledRun | None:
+def compiled_run(number: int) -> CompiledRun | None:
     """Return the run with this number; None if its pass has been freed."""
     return _runs.get(number)
 
@@ -170,11 +170,11 @@ class CurrentRun:
             for tap in taps:
                 tap.active = tap.traced
         if current is not None:
-            flush_before_reads(current, self._collect)
-            self._begin(current)
+            collect_before_reads(current, self._collect)
+            self._begin_run(current)
         return before
 
-    def _begin(self, current: Pass) -> None:
+    def _begin_run(self, current: Pass) -> None:
         again = current.recomputation
         first = current if again is None else again.gradient_pass()
         self._run = run = CompiledRun(first, is_again=again is not None)
@@ -183,7 +183,7 @@ class CurrentRun:
         if self._has_gradients:
             number = run.as_tensor()
             region = current.region
-            self.switch.number = number if region is None else region.run_number(number)
+            self.switch.number = number if region is None else region.number_compiled_run(number)
 
     def _collect(self, *, is_over: bool = False) -> None:
         """Collect the values left by compiled code so far; later values belong to another run."""
@@ -193,12 +193,12 @@ class CurrentRun:
             return
         is_new, must_own = False, may_use_cudagraph_memory()
         for tap in taps:
-            if tap.traced is not None and tap.traced.caught is not None:
+            if tap.traced is not None and tap.traced.captured is not None:
                 if must_own:
-                    tap.traced.clone_caught()
+                    tap.traced.clone_captured()
                 tap.collect(current, run)
                 is_new = True
         if is_new and not is_over:
-            self._begin(current)
+            self._begin_run(current)
         else:
             self._run = run

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from hookline.engine.passes.modes import (
-    runs_in_transform,
+    is_compiled_in_transform,
     unwrap_all_transforms,
     unwrap_ended_transforms,
 )
@@ -52,42 +52,42 @@ class GraphCapture:
         call: capture only this call; None captures every call.
 
     Attributes:
-        caught: the captured values, one for each call; None before the first.
+        captured: the captured values, one for each call; None before the first.
         n_before: the number of calls in the pass before this run of the code.
     """
 
-    __slots__ = ("call", "caught", "n_before")
+    __slots__ = ("call", "captured", "n_before")
 
     def __init__(self, call: int | None) -> None:
         self.call: int | None = call
-        self.caught: tuple[Any, ...] | None = None
+        self.captured: tuple[Any, ...] | None = None
         self.n_before: int = 0
 
     def capture(self, value: Any) -> Any:
         """Keep a copy of a value in a graph."""
-        self.add(snapshot(value))
+        self.add(snapshot_detached(value))
 
     def add(self, result: Any) -> None:
         """Add a call's result to the captured values."""
-        self.caught = (result,) if self.caught is None else (*self.caught, result)
+        self.captured = (result,) if self.captured is None else (*self.captured, result)
 
     def n_calls(self) -> int:
         """Count the calls of this run."""
-        return 0 if self.caught is None else len(self.caught)
+        return 0 if self.captured is None else len(self.captured)
 
     def should_capture(self) -> bool:
         """Tell whether the present call should be captured."""
         return self.call is None or self.call == self.n_before + self.n_calls()
 
-    def clone_caught(self) -> None:
+    def clone_captured(self) -> None:
         """Copy the captured values, which lie in memory of a CUDA graph."""
-        caught, self.caught = self.caught, None  # also if a tensor was overwritten already
-        self.caught = tree.map_tensors(Tensor.clone, caught)
+        captured, self.captured = self.captured, None  # also if a tensor was overwritten already
+        self.captured = tree.map_tensors(Tensor.clone, captured)
 
-    def take_caught(self) -> tuple[Any, ...]:
+    def take_captured(self) -> tuple[Any, ...]:
         """Return the captured values and clear them."""
-        caught, self.caught = self.caught, None
-        return caught or ()
+        captured, self.captured = self.captured, None
+        return captured or ()
 
 
 @final
@@ -141,7 +141,7 @@ class GraphGradient(GraphCapture):
         self.number: Tensor = number
         self.switch: Switch = switch
 
-    def clone_caught(self) -> None:
+    def clone_captured(self) -> None:
         """Leave the tensors as they are, because they get hooks."""
 
 
@@ -164,28 +164,28 @@ def bind_own_defaults(function: Callable[..., Any], n_positional: int) -> Callab
     return functools.partial(function, **named_defaults) if named_defaults else function
 
 
-def snapshot(value: Any) -> Any:
+def snapshot_detached(value: Any) -> Any:
     """Copy the tensors of a value, so that later in-place operations in the graph do not show.
 
     In compiled code, a tensor's version does not tell whether it was written to.
     """
-    return tree.map_tensors(_copy, value)
+    return tree.map_tensors(_clone_detached, value)
 
 
-def graph_snapshot(value: Any) -> Any:
+def snapshot_with_graph(value: Any) -> Any:
     """Copy the tensors of a value with clones that gradients flow through."""
-    return tree.map_tensors(_copy_with_graph, value)
+    return tree.map_tensors(_clone_with_graph, value)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    if runs_in_transform():
+def _clone_detached(tensor: Tensor) -> Tensor:
+    if is_compiled_in_transform():
         _keep_unwrap_in_graphs()
         return _unwrap_transforms(tensor.detach().clone())
     return tensor.detach().clone()
 
 
-def _copy_with_graph(tensor: Tensor) -> Tensor:
-    if runs_in_transform():
+def _clone_with_graph(tensor: Tensor) -> Tensor:
+    if is_compiled_in_transform():
         _keep_unwrap_in_graphs()
         return _unwrap_transforms(tensor.clone())
     return tensor.clone()

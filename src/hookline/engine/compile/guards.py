@@ -36,7 +36,7 @@ class _MarkOrigin(NamedTuple):
 _owners: WeakIdentityMap[set[int]] = WeakIdentityMap()
 # The functions of all marks. An attribute could not identify a mark, because a wrapper copies the
 # attributes of the function that it wraps.
-_notes: weakref.WeakKeyDictionary[FunctionType, _MarkOrigin] = weakref.WeakKeyDictionary()
+_origins: weakref.WeakKeyDictionary[FunctionType, _MarkOrigin] = weakref.WeakKeyDictionary()
 # The copies of a function's code, by kinds of hooks, each with the original code.
 _copies: weakref.WeakKeyDictionary[FunctionType, dict[int, tuple[CodeType, CodeType]]] = (
     weakref.WeakKeyDictionary()
@@ -51,17 +51,17 @@ def mark_forward(module: nn.Module, owner: object) -> None:
     with _lock:
         owners = _owners.get_or_add(module, set)
         if not owners:
-            note = _mark_origin(module.__dict__.get("forward"))
-            if note is not None:
-                _discard_code_copies(note.source)
+            origin = _mark_origin(module.__dict__.get("forward"))
+            if origin is not None:
+                _discard_code_copies(origin.source)
         owners.add(id(owner))
-        _renew_locked(module)
+        _renew_mark(module)
         _put_mark(module)
 
 
 @final
 @dataclass(slots=True, eq=False)
-class Marks:
+class ForwardMarks:
     """The marks that one line has put on modules."""
 
     _marked: dict[int, nn.Module] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Marks:
             self._marked[id(module)] = module  # first, so that an interrupt removes the mark, too
             mark_forward(module, self)
 
-    def renew(self) -> list[nn.Module]:
+    def renew_all(self) -> list[nn.Module]:
         """Renew the marks of modules whose class has got another forward.
 
         Returns:
@@ -113,23 +113,23 @@ def renew_mark(module: nn.Module) -> bool:
     `torch.fx.GraphModule`.
     """
     with _lock:
-        return _renew_locked(module)
+        return _renew_mark(module)
 
 
-def _renew_locked(module: nn.Module) -> bool:
+def _renew_mark(module: nn.Module) -> bool:
     standing: Any = module.__dict__.get("forward")
-    note = _mark_origin(standing)
-    if note is None or note.is_own or note.source is class_forward(type(module)):
+    origin = _mark_origin(standing)
+    if origin is None or origin.is_own or origin.source is class_forward(type(module)):
         return False
-    source, bound, _ = _mark_parts(module, None)
-    if source is note.source and (source is not _call_forward or bound == standing.__self__):
+    source, bound, _ = _new_mark_parts(module, None)
+    if source is origin.source and (source is not _call_forward or bound == standing.__self__):
         return False
     _restore_forward(module)
     _put_mark(module)
     return True
 
 
-def update_mark(module: nn.Module) -> None:
+def update_mark_for_hooks(module: nn.Module) -> None:
     """Update the mark of a module whose hooks have changed; a no-op for an unmarked module.
 
     A module without a forward in its `__dict__` is unmarked, so callers may skip it.
@@ -153,7 +153,7 @@ def unmark_forward(module: nn.Module, owner: object) -> None:
             _restore_forward(module)
 
 
-def unmark_copy(module: nn.Module) -> None:
+def unmark_copied_module(module: nn.Module) -> None:
     """Remove the mark that was copied along with a marked module."""
     with _lock:
         if module in _owners:
@@ -171,8 +171,8 @@ def unmark_copy(module: nn.Module) -> None:
 def has_own_forward(module: nn.Module) -> bool:
     """Tell whether a user gave the module itself a forward; a mark alone does not count."""
     standing = module.__dict__.get("forward")
-    note = _mark_origin(standing)
-    return standing is not None and (note is None or note.is_own)
+    origin = _mark_origin(standing)
+    return standing is not None and (origin is None or origin.is_own)
 
 
 def class_forward(kind: type) -> Any:
@@ -182,7 +182,7 @@ def class_forward(kind: type) -> Any:
 
 def _mark_origin(forward: Any) -> _MarkOrigin | None:
     function = getattr(forward, "__func__", None)
-    return _notes.get(function) if isinstance(function, FunctionType) else None
+    return _origins.get(function) if isinstance(function, FunctionType) else None
 
 
 def _discard_code_copies(*sources: object) -> None:
@@ -197,24 +197,24 @@ def _discard_code_copies(*sources: object) -> None:
 
 def _put_mark(module: nn.Module) -> None:
     standing: Any = module.__dict__.get("forward")
-    note, kinds = _mark_origin(standing), own_hook_mask(module)
+    origin, kinds = _mark_origin(standing), own_hook_mask(module)
     source: Any
-    if note is None:
-        source, bound, is_own = _mark_parts(module, standing)
+    if origin is None:
+        source, bound, is_own = _new_mark_parts(module, standing)
     else:
-        source, bound, is_own = note.source, standing.__self__, note.is_own
-    code = _copy_of_code(source, kinds)
-    if note is not None and standing.__func__.__code__ is code:
+        source, bound, is_own = origin.source, standing.__self__, origin.is_own
+    code = _cached_code_copy(source, kinds)
+    if origin is not None and standing.__func__.__code__ is code:
         return
     twin = _copy_function(source, code, bound)
-    _notes[twin] = _MarkOrigin(source, is_own)
+    _origins[twin] = _MarkOrigin(source, is_own)
     new_mark = module.__dict__["forward"] = MethodType(twin, bound)
     # `forward` is a property, so the guard of compiled code would fail.
     if module.forward is not new_mark:
         _restore_forward(module)
 
 
-def _mark_parts(module: nn.Module, standing: Any) -> tuple[Any, Any, bool]:
+def _new_mark_parts(module: nn.Module, standing: Any) -> tuple[Any, Any, bool]:
     """Return the parts of a mark: a function, its bound object and `_MarkOrigin.is_own`."""
     if standing is not None:
         return _call_forward, standing, True
@@ -232,10 +232,10 @@ def _call_forward(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 
 def _restore_forward(module: nn.Module) -> None:
     standing: Any = module.__dict__.get("forward")
-    note = _mark_origin(standing)
-    if note is None:
+    origin = _mark_origin(standing)
+    if origin is None:
         return  # no mark, or a user's forward has replaced the mark
-    if note.is_own:
+    if origin.is_own:
         # In a copied module, this forward was copied as well.
         module.__dict__["forward"] = standing.__self__
     else:
@@ -273,7 +273,7 @@ def _mark_signature(forward: Callable[..., Any]) -> Any:
     return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
-def _copy_of_code(function: FunctionType, hook_mask: int) -> CodeType:
+def _cached_code_copy(function: FunctionType, hook_mask: int) -> CodeType:
     copies = _copies.setdefault(function, {})
     original, copy = copies.get(hook_mask, (None, None))
     if copy is None or original is not function.__code__:

@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 _MOST_OF_A_NOTE = 200
 
 
-def ranks_of(group: Any, question: str) -> list[int]:
+def group_ranks(group: Any, question: str) -> list[int]:
     """Return the ranks of a process group; None is the group of all.
 
     Raises:
@@ -47,27 +47,27 @@ def ranks_of(group: Any, question: str) -> list[int]:
     return ranks
 
 
-def note_failure(how: str) -> None:
+def publish_failure(how: str) -> None:
     """Note how this rank has failed. A rank that waits for it in vain says so.
 
     The note is kept until the ranks have met: until then, this rank may have missed a call.
     """
     if has_process_group() and dist.get_world_size() > 1:
         with suppress(RuntimeError, ConnectionError):  # the store is gone, and nobody waits
-            default_store().set(_note_of(dist.get_rank()), how[:_MOST_OF_A_NOTE])
+            default_store().set(_failure_key(dist.get_rank()), how[:_MOST_OF_A_NOTE])
 
 
-def failures_of(ranks: Iterable[int]) -> dict[int, str]:
+def failures_by_rank(ranks: Iterable[int]) -> dict[int, str]:
     """Return how ranks have failed since they last met, by rank; none if the store is gone."""
     store, texts = default_store(), dict[int, str]()
     with suppress(RuntimeError, ConnectionError):
         for rank in ranks:
-            if store.check([_note_of(rank)]):
-                texts[rank] = store.get(_note_of(rank)).decode()
+            if store.check([_failure_key(rank)]):
+                texts[rank] = store.get(_failure_key(rank)).decode()
     return texts
 
 
-def _note_of(rank: int) -> str:
+def _failure_key(rank: int) -> str:
     return f"hookline/failed/{rank}"
 
 
@@ -110,14 +110,14 @@ def gather_json(
     missing, questions = verdict["missing"], verdict["questions"]
     if missing:
         raise RanksError(
-            f"{verdict['question']} waited {verdict['seconds']:g} s for {_names(missing)}, which"
-            f" did not come{_failure_text(verdict['failed'])}."
+            f"{verdict['question']} waited {verdict['seconds']:g} s for {_ranks_text(missing)},"
+            f" which did not come{_failure_text(verdict['failed'])}."
             "\nCall it on every rank of the group, outside of `if rank == 0:`. A rank that died or"
             " raised never comes: look at its output. timeout= is how long to wait, in seconds."
         )
     if len(set(questions)) > 1:
         raise RanksError(
-            f"the ranks ask for different things: {say_by_rank(ranks, questions)}."
+            f"the ranks ask for different things: {format_by_rank(ranks, questions)}."
             "\nCall the same on every rank, in the same order."
         )
     if is_of_a_step and (doubts := _step_doubts(verdict, ranks)):
@@ -133,15 +133,15 @@ def _step_doubts(verdict: dict[str, Any], ranks: Sequence[int]) -> list[str]:
     doubts = []
     failed = {rank: note for rank, note in zip(ranks, verdict["notes"], strict=True) if note}
     if 0 < len(failed) < len(ranks):
-        said = say_by_rank(failed, failed.values())
+        said = format_by_rank(failed, failed.values())
         doubts.append(f"since they last met, not all ranks have failed ({said})")
     if verdict["missed"]:
-        doubts.append(f"{_names(verdict['missed'])} missed this call before, or came too late")
+        doubts.append(f"{_ranks_text(verdict['missed'])} missed this call before, or came too late")
     return doubts
 
 
 def _failure_text(failed: dict[str, str]) -> str:
-    return f" ({say_by_rank(map(int, failed), failed.values())})" if failed else ""
+    return f" ({format_by_rank(map(int, failed), failed.values())})" if failed else ""
 
 
 def _reach_verdict(
@@ -149,10 +149,10 @@ def _reach_verdict(
 ) -> dict[str, Any]:
     store, me = default_store(), dist.get_rank()
     name = f"hookline/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:12]}"
-    number = _next_number(store, name, ranks, question)
+    number = _next_rendezvous_number(store, name, ranks, question)
     base = f"{name}/{number}"
     verdict_key = f"{base}/verdict"
-    note = failures_of([me]).get(me, "")
+    note = failures_by_rank([me]).get(me, "")
     store.set(f"{base}/{me}", json.dumps([question, json.dumps(data, sort_keys=True), note]))
     is_judge = me == ranks[0]
     awaited = [f"{base}/{rank}" for rank in ranks] if is_judge else [verdict_key]
@@ -165,7 +165,7 @@ def _reach_verdict(
         text = store.compare_set(verdict_key, "", json.dumps({**proposal, "seconds": timeout}))
     verdict: dict[str, Any] = json.loads(text)
     if note and not verdict["missing"]:
-        store.delete_key(_note_of(me))
+        store.delete_key(_failure_key(me))
     if is_judge and number > 1 and not verdict["missing"]:
         for last in (*ranks, "verdict"):  # all ranks have left the previous rendezvous
             store.delete_key(f"{name}/{number - 1}/{last}")
@@ -179,7 +179,7 @@ def _propose_verdict(store: Any, base: str, ranks: Sequence[int], question: str)
     if not missing and dist.get_rank() != ranks[0]:
         missing = [ranks[0]]  # the judge has not judged
     if missing:
-        failed = failures_of(missing)
+        failed = failures_by_rank(missing)
         return {"question": question, "questions": [], "missing": missing, "failed": failed}
     name, _, number = base.rpartition("/")
     before = _read_verdict(store, f"{name}/{int(number) - 1}") or {}
@@ -188,7 +188,7 @@ def _propose_verdict(store: Any, base: str, ranks: Sequence[int], question: str)
     return {"question": question, "missing": [], "missed": missed, **gathered}
 
 
-def _next_number(store: Any, name: str, ranks: Sequence[int], question: str) -> int:
+def _next_rendezvous_number(store: Any, name: str, ranks: Sequence[int], question: str) -> int:
     """Return the number of this rank's rendezvous, past those that it is known to have missed.
 
     Of a call with the same question, this rank does not know whether it has missed it or comes too
@@ -236,13 +236,13 @@ def _collect_posts(store: Any, keys: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def say_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
+def format_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
     """Write each rank's text, with equal texts together: `rank 0: this; ranks 1, 2: that`."""
     by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         by_text.setdefault(text, []).append(rank)
-    return "; ".join(f"{_names(group)}: {text}" for text, group in by_text.items())
+    return "; ".join(f"{_ranks_text(group)}: {text}" for text, group in by_text.items())
 
 
-def _names(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks, 8)}"

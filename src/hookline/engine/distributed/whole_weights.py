@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.engine.distributed.parallel_ranks import gather_stacked
+from hookline.engine.distributed.tensor_parallel import gather_stacked
 from hookline.engine.torch_private.distributed import (
     gather_full,
     is_dtensor,
@@ -32,7 +32,7 @@ def whole_weights(model: nn.Module) -> Iterator[Mapping[int, Tensor]]:
     Yields:
         The DTensors that tensor parallelism has made, by the id of the whole tensor.
     """
-    with _whole_in_wrappers(model), keep_unsharded(model), _whole_dtensors(model) as split:
+    with _whole_fsdp1_weights(model), keep_unsharded(model), _whole_dtensors(model) as split:
         yield split
 
 
@@ -40,7 +40,7 @@ def whole_weights(model: nn.Module) -> Iterator[Mapping[int, Tensor]]:
 
 
 @contextmanager
-def _whole_in_wrappers(model: nn.Module) -> Iterator[None]:
+def _whole_fsdp1_weights(model: nn.Module) -> Iterator[None]:
     """Gather the weights that FSDP1 shards. Its wrappers then call what they wrap, and no more."""
     wrappers: list[Any] = [module for module in model.modules() if wraps_fsdp1(module)]
     with ExitStack() as stack:
@@ -67,13 +67,13 @@ def _whole_dtensors(model: nn.Module) -> Iterator[Mapping[int, Tensor]]:
     with ExitStack() as stack:
         for table, name, tensor in places:
             if id(tensor) not in wholes:
-                wholes[id(tensor)] = _whole(tensor)
+                wholes[id(tensor)] = _gather_whole(tensor)
             stack.callback(table.__setitem__, name, tensor)
             table[name] = wholes[id(tensor)]
         for module in model.modules() if places else ():
             for kind in ("forward_pre", "forward"):
                 _remove_splitting_hooks(hook_dict(module, kind), stack)
-            if _is_splitting(forward := module.__dict__.get("forward")):
+            if _is_splitting_hook(forward := module.__dict__.get("forward")):
                 stack.callback(module.__dict__.__setitem__, "forward", forward)
                 del module.__dict__["forward"]
         yield {id(wholes[id(tensor)]): tensor for _, _, tensor in places}
@@ -88,7 +88,7 @@ def _dtensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
                 yield table, name, tensor
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather_whole(tensor: Tensor) -> Tensor:
     whole = gather_full(tensor.detach())
     return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
 
@@ -96,7 +96,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def _remove_splitting_hooks(table: HookDict, stack: ExitStack) -> None:
     """Take the hooks that split and join values off a module, until a stack unwinds."""
     hooks = list(table.items())
-    taken = [key for key, hook in hooks if _is_splitting(hook)]
+    taken = [key for key, hook in hooks if _is_splitting_hook(hook)]
     for key in taken:
         del table[key]
     if taken:
@@ -111,7 +111,7 @@ def _restore_hooks(table: HookDict, hooks: list[tuple[Any, Any]], taken: list[An
     table.update(current)
 
 
-def _is_splitting(call: Any) -> bool:
+def _is_splitting_hook(call: Any) -> bool:
     function = getattr(call, "func", call)  # of a partial
     return str(getattr(function, "__module__", "")).startswith(_SPLITTING)
 

@@ -22,7 +22,7 @@ from hookline.engine.autograd.gradient_operator import (
     register_receiver,
     settle_untraced_views,
 )
-from hookline.engine.compile.compiled_runs import CompiledRun, run_of
+from hookline.engine.compile.compiled_runs import CompiledRun, compiled_run
 from hookline.engine.compile.graph_capture import NO_PASS, GraphCapture, GraphGradient
 from hookline.engine.gradients.gradient_tap import (
     NO_BACKWARD,
@@ -32,7 +32,11 @@ from hookline.engine.gradients.gradient_tap import (
     PendingGradient,
     gradient_pass,
 )
-from hookline.engine.passes.modes import hides_gradients, runs_in_transform, vmapped_gradient_text
+from hookline.engine.passes.modes import (
+    is_compiled_in_transform,
+    is_vmapped_with_gradient,
+    vmapped_gradient_text,
+)
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import tree
 from hookline.engine.selection.site import Site
@@ -100,7 +104,7 @@ class GraphGradientTap(GradientTap):
                 if slot == len(tensors):
                     tensors.append(tensor)
             slots.append(slot)
-        if is_on and not tensors and runs_in_transform():
+        if is_on and not tensors and is_compiled_in_transform():
             store_fake_tensors(_lone_or_all_tensors(value))
             self._refuse_vmapped()
         outside = self._hook_graph_tensors(traced, tensors, is_on=is_on) if tensors else ()
@@ -137,25 +141,25 @@ class GraphGradientTap(GradientTap):
         Raises:
             TracingAttachError: a noted tensor is one example of a batch that requires a gradient.
         """
-        if any(map(hides_gradients, take_fake_tensors())) and not self.on.optional:
+        if any(map(is_vmapped_with_gradient, take_fake_tensors())) and not self.on.optional:
             raise TracingAttachError(vmapped_gradient_text(str(self.site)))
 
     @while_tracing
     def _module_id_text(self) -> str:
         """Return the module's id as a string."""
         compiler = self.passes.compiler
-        return "0" if compiler is None else str(compiler.owner_of(self))
+        return "0" if compiler is None else str(compiler.module_id_of(self))
 
     def collect(self, current: Pass, run: CompiledRun) -> None:
         """Count the values whose gradients are pending in a graph."""
-        caught = () if self.traced is None else self.traced.take_caught()
+        captured = () if self.traced is None else self.traced.take_captured()
         for view in settle_untraced_views():
             self.settle_view_later(current, view)
         n_before = run.n_before[self] = current.calls.get(self, 0)
-        current.calls[self] = n_before + len(caught)
-        self.is_in_graph |= bool(caught)
-        self.ran: int = max(self.ran, n_before + len(caught))
-        for call, value in enumerate(caught):
+        current.calls[self] = n_before + len(captured)
+        self.is_in_graph |= bool(captured)
+        self.ran: int = max(self.ran, n_before + len(captured))
+        for call, value in enumerate(captured):
             if value is not None:
                 self._collect_call(current, run, call, value)
 
@@ -219,7 +223,7 @@ class GraphGradientTap(GradientTap):
     def _hook_graph_inputs(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
         """Hook the tensors that a graph got from outside; after the run, these tensors exist."""
         compiler = self.passes.compiler
-        owner = 0 if compiler is None else compiler.owner_of(self)
+        owner = 0 if compiler is None else compiler.module_id_of(self)
         first = gradient_pass(current)
         for slot, tensor, trace_order in outside:
             # It is known who wrote last, not when: the write may be of code that ran earlier.
@@ -241,7 +245,7 @@ class GraphGradientTap(GradientTap):
         if self.on.before_inside is not None and grad.dtype is not torch.int64:
             self.on.before_inside(grad)
             return
-        run = run_of(number)
+        run = compiled_run(number)
         current = None if run is None else run.current()
         if run is None or current is None:
             self.fired += self.on.inside is not None and slot == 0

@@ -20,7 +20,11 @@ from torch import Tensor, nn
 from hookline.engine.autograd.aliases import can_be_aliased
 from hookline.engine.autograd.module_backward import CallGradients
 from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value_gradient
-from hookline.engine.passes.modes import hides_gradients, map_legacy_vmap, vmapped_gradient_text
+from hookline.engine.passes.modes import (
+    is_vmapped_with_gradient,
+    map_legacy_vmap,
+    vmapped_gradient_text,
+)
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves, outlines, tree
 from hookline.engine.selection.site import Site
@@ -401,7 +405,7 @@ class GradientTap(Tap):
             AttachError: the value does require a gradient, and no hook on it would be called.
         """
         if not self.on.optional and any(
-            hides_gradients(tensor) for _, tensor in tree.tensors(value)
+            is_vmapped_with_gradient(tensor) for _, tensor in tree.tensors(value)
         ):
             raise AttachError(vmapped_gradient_text(str(self.site)))
         self.needless += 1
@@ -547,7 +551,7 @@ def _whole_value(_: Pass, value: Any) -> Any:
     return value
 
 
-def call_refusing_writes(function: Callable[[Any], Any], value: Any, where: str) -> Any:
+def call_gradient_function(function: Callable[[Any], Any], value: Any, where: str) -> Any:
     """Call a user's function on gradients, which it may replace but not change in place.
 
     Raises:

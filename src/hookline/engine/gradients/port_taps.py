@@ -295,7 +295,7 @@ class ParameterTap(GradientTap):
         self.on: GradientCallback = GradientCallback()
 
     def _pass_of_backward(self, backward: int) -> Pass | None:
-        current = self.passes.pass_of_parameter(backward)
+        current = self.passes.pass_of_parameter_gradient(backward)
         if current is None and not self.passes.closed:
             self._is_elsewhere = True
         return current

@@ -20,10 +20,14 @@ from typing import final
 
 from torch import nn
 
-from hookline.engine.compile.compiled_modules import RunSubscription, find_compiled, unwrap_compiled
+from hookline.engine.compile.compiled_modules import (
+    RunSubscription,
+    find_compiled_in_place,
+    unwrap_compiled,
+)
 from hookline.engine.compile.compiled_runs import ActiveTaps, CurrentRun
 from hookline.engine.compile.compiler_errors import explain_error
-from hookline.engine.compile.guards import Marks
+from hookline.engine.compile.guards import ForwardMarks
 from hookline.engine.line.attachment import Attachment
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
@@ -100,7 +104,7 @@ class _Border:
         if self._root is None:
             return
         if compiled is None:
-            self._members, compiled = find_compiled(self._root)
+            self._members, compiled = find_compiled_in_place(self._root)
         for module in compiled:
             self._subscription.watch(module)
 
@@ -110,7 +114,7 @@ class _Border:
         self._subscription.remove()
 
     @property
-    def is_crossed(self) -> bool:
+    def is_inside_compiled(self) -> bool:
         """Tell whether a compiled module runs in this thread."""
         return bool(self._here.calls)
 
@@ -119,7 +123,7 @@ class _Border:
         if self._holds_root(module):
             return True
         if self._members is None and self._root is not None:
-            self._members, _ = find_compiled(self._root)
+            self._members, _ = find_compiled_in_place(self._root)
         return id(module) in (self._members or ())
 
     def _holds_root(self, module: nn.Module) -> bool:
@@ -127,7 +131,7 @@ class _Border:
         if module is self._root:
             return True
         return self._around_root.get_or_add(
-            module, lambda: id(self._root) in find_compiled(module)[0]
+            module, lambda: id(self._root) in find_compiled_in_place(module)[0]
         )
 
     def enter(self, module: nn.Module, frame: FrameType) -> None:
@@ -139,7 +143,7 @@ class _Border:
         is_whole = self._holds_root(module)
         if is_whole:
             self._passes.begin(frame)
-        call.before = self._line.swap_taps(None if is_whole else module)
+        call.before = self._line.switch_taps_on(None if is_whole else module)
         call.is_on = True
         call.settings.begin()
 
@@ -152,7 +156,7 @@ class _Border:
         call.settings.end()
         try:
             if call.is_on:
-                self._line.switch_back(call.before)
+                self._line.switch_taps_back(call.before)
         finally:
             try:
                 if self._holds_root(module):
@@ -161,9 +165,9 @@ class _Border:
                 if call.is_locked:
                     self._lock.release()
 
-    def explain(self, error: BaseException) -> None:
+    def add_error_note(self, error: BaseException) -> None:
         """Add a note on hooks to the error of a compiled module."""
-        self._line.explain(error)
+        self._line.add_error_note(error)
 
 
 @final
@@ -189,7 +193,7 @@ class CompileSupport(Attachment):
     # Held while taps and marks change: passes may begin in several threads, and the line may end in
     # another.
     _lock: threading.RLock = field(default_factory=fork_safe_lock)
-    _marks: Marks = field(default_factory=Marks)
+    _marks: ForwardMarks = field(default_factory=ForwardMarks)
     _run: CurrentRun = field(init=False)
     _new: list[Tap] = field(default_factory=list)  # that earlier compiled code does not contain
     _parts: dict[int, list[Tap]] = field(default_factory=dict)  # by the id of a compiled module
@@ -232,7 +236,7 @@ class CompileSupport(Attachment):
         gradients = [tap for tap in taps if tap.site.port in GRADIENT_PORTS]
         self._run.add(taps, has_gradients=bool(gradients))
         if may_have_compiled():
-            self._mark_hooked()
+            self._mark_new_hooks()
         else:
             for tap in gradients:
                 tap.prepare()
@@ -249,11 +253,11 @@ class CompileSupport(Attachment):
         self._parts.clear()
         self._new = [tap for tap in self._new if id(tap) not in ids]
         self._run.drop(ids)
-        hooked = {self.owner_of(tap) for tap in self._taps if not tap.is_removed}
-        for number in {self.owner_of(tap) for tap in taps} - hooked - {id(self._root)}:
+        hooked = {self.module_id_of(tap) for tap in self._taps if not tap.is_removed}
+        for number in {self.module_id_of(tap) for tap in taps} - hooked - {id(self._root)}:
             self._marks.discard(number)
 
-    def _mark_hooked(self) -> None:
+    def _mark_new_hooks(self) -> None:
         """Mark newly hooked modules, so that code compiled before is not used while the line lasts.
 
         Called when code has been compiled or is about to be. Every piece of compiled code that
@@ -263,9 +267,9 @@ class CompileSupport(Attachment):
         if not self._new:
             return
         with self._lock:
-            self._mark_new()
+            self._mark_new_locked()
 
-    def _mark_new(self) -> None:
+    def _mark_new_locked(self) -> None:
         if self._root is None:
             return
         hooked = {id(self._root): self._root}
@@ -277,7 +281,7 @@ class CompileSupport(Attachment):
         self._marks.add(hooked.values())
         self._new.clear()
 
-    def refuse_stale(self, module: nn.Module) -> None:
+    def refuse_stale_forward(self, module: nn.Module) -> None:
         """Refuse a call for which torch has fetched a forward that the class no longer has.
 
         Called by the hooks of a module that runs outside the root.
@@ -298,9 +302,9 @@ class CompileSupport(Attachment):
         border = self.border
         if border is None:
             return
-        if may_have_compiled() and not border.is_crossed:
-            self._mark_hooked()
-            for module in self._marks.renew():
+        if may_have_compiled() and not border.is_inside_compiled:
+            self._mark_new_hooks()
+            for module in self._marks.renew_all():
                 if module is self._root:
                     raise AttachError(stale_forward_text(module))
         if self._root in _models_without_border:
@@ -315,7 +319,7 @@ class CompileSupport(Attachment):
 
     def _switch_off_after_pass(self, settings: DynamoSettings, before: ActiveTaps) -> None:
         settings.end()
-        is_inside = self.border is not None and self.border.is_crossed
+        is_inside = self.border is not None and self.border.is_inside_compiled
         self._run.switch_taps(*(before if is_inside else ([], None)))
 
     def prepare_tracing(self, tap: Tap | None) -> None:
@@ -326,8 +330,8 @@ class CompileSupport(Attachment):
         """
         passes = self._passes
         self._traced = None if tap is None else tap.site
-        is_inside = self.border is not None and self.border.is_crossed
-        if passes.switch.is_on or is_inside or not passes.is_here():
+        is_inside = self.border is not None and self.border.is_inside_compiled
+        if passes.switch.is_on or is_inside or not passes.sees_this_context():
             return
         current = passes.in_thread.current
         if current is None:
@@ -344,12 +348,12 @@ class CompileSupport(Attachment):
             _models_without_border[self._root] = True
         self._switch_on_for_pass(current)
 
-    def owner_of(self, tap: Tap) -> int:
+    def module_id_of(self, tap: Tap) -> int:
         """Return the id of the module that a tap is on; 0 if the tap is on no module."""
         node = self._nodes.get(id(tap))
         return id(node.owner) if isinstance(node, ModuleNode) else 0
 
-    def explain(self, error: BaseException) -> None:
+    def add_error_note(self, error: BaseException) -> None:
         """Add a note to an error of compilation or of compiled code, if hooks are the reason.
 
         Called where the error is first known: at the border, or without a border, by the pass.
@@ -361,7 +365,7 @@ class CompileSupport(Attachment):
 
     # -- called by the border --------------------------------------------------------------------
 
-    def swap_taps(self, module: nn.Module | None) -> ActiveTaps:
+    def switch_taps_on(self, module: nn.Module | None) -> ActiveTaps:
         """Let compiled code use the taps in a module, or with None all taps.
 
         Returns:
@@ -369,27 +373,27 @@ class CompileSupport(Attachment):
         """
         passes = self._passes
         passes.switch.is_on, self._traced = False, None
-        self._mark_hooked()
-        self._marks.renew()
-        taps = self._taps if module is None else self._taps_in(module)
+        self._mark_new_hooks()
+        self._marks.renew_all()
+        taps = self._taps if module is None else self._cached_taps_in(module)
         current = passes.in_thread.current or passes.pass_outside_root() if taps else None
         return self._run.switch_taps([] if current is None else taps, current)
 
-    def switch_back(self, before: ActiveTaps) -> None:
+    def switch_taps_back(self, before: ActiveTaps) -> None:
         """Let compiled code use the earlier taps again; none, if the line has ended meanwhile."""
         self._run.switch_taps(*(([], None) if self._passes.closed else before))
 
-    def _taps_in(self, module: nn.Module) -> list[Tap]:
+    def _cached_taps_in(self, module: nn.Module) -> list[Tap]:
         """Return the taps that a compiled module may call."""
         with self._lock:
             taps = self._parts.get(id(module))
             if taps is None:
-                taps = self._parts[id(module)] = self._find_taps(module)
+                taps = self._parts[id(module)] = self._find_taps_in(module)
             return taps
 
-    def _find_taps(self, module: nn.Module) -> list[Tap]:
+    def _find_taps_in(self, module: nn.Module) -> list[Tap]:
         inside = {id(part) for part in module.modules()}
-        return [tap for tap in self._taps if self.owner_of(tap) in inside]
+        return [tap for tap in self._taps if self.module_id_of(tap) in inside]
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class CallHooks:
     sites: list[Site] = field(default_factory=list)
     is_on: bool = False
 
-    def hold(self, taps: list[Tap], entries: list[Entry]) -> None:
+    def store_hooks(self, taps: list[Tap], entries: list[Entry]) -> None:
         """Store the taps of the call and the entries of their hooks."""
         self.taps, self.entries = taps, entries
         self.sites += [tap.site for tap in taps]

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hookline.display.text import type_and_line
 from hookline.engine.compile.graph_capture import BlockwiseCallback, Callback, SplitCallback
-from hookline.engine.distributed.rendezvous import note_failure
+from hookline.engine.distributed.rendezvous import publish_failure
 from hookline.engine.gradients.gradient_tap import GradientCallback
 from hookline.engine.gradients.port_taps import (
     GradInputTap,
@@ -33,11 +33,11 @@ from hookline.engine.line.registration import Node, Registrations
 from hookline.engine.passes.checkpointing import forget_checkpoints, watch_checkpoints
 from hookline.engine.passes.passes import Passes
 from hookline.engine.pytree import describe
-from hookline.engine.report.error_notes import note_error
+from hookline.engine.report.error_notes import add_error_notes
 from hookline.engine.report.known_faults import warn_of_known_faults
 from hookline.engine.report.replaced_parts import Originals
 from hookline.engine.report.report import Report
-from hookline.engine.report.why_silent import Silent, explain, shared_pass_warning
+from hookline.engine.report.why_silent import SilentTap, explain_silence, shared_pass_warning
 from hookline.engine.selection.module_tree import (
     ModuleNode,
     ModuleTree,
@@ -128,7 +128,7 @@ class Line:
         self._is_entered = False
         self._registrations = Registrations()
         self.fast_paths: FastPaths = FastPaths(
-            self.module_tree, self.passes, self._registrations.place
+            self.module_tree, self.passes, self._registrations.register_taps
         )
         self._compiled = CompileSupport(self.passes, self.root, self.taps, self._nodes)
         self.originals: Originals = Originals(
@@ -145,7 +145,7 @@ class Line:
         self._last: Report | None = None
         # Nobody could end a line that is no longer referenced, so its finalizer ends it.
         parts = self.attached, self.passes
-        self._drop = weakref.finalize(self, _end_dropped, name, user_line(), *parts)
+        self._drop = weakref.finalize(self, _end_unreferenced, name, user_line(), *parts)
         self._drop.atexit = False
         self.passes.bind_to_context()  # last: after this the line must be ended
 
@@ -187,16 +187,16 @@ class Line:
         sites, nodes = [site for site, _ in places], [node for _, node in places]
         with self.all_or_nothing():
             if self.root is not None and "grad_input" in {site.port for site in sites}:
-                self._registrations.place(
+                self._registrations.register_taps(
                     [(RootAliasTap(self.passes), ModuleNode("", self.root, 0))]
                 )
             taps = [
                 bound if isinstance(bound, Tap) else self._make_tap(site, bound, rank)
                 for site, bound in zip(sites, map(bind, sites), strict=True)
             ]
-            self.place(list(zip(taps, nodes, strict=True)))
+            self.register_taps(list(zip(taps, nodes, strict=True)))
 
-    def place(self, taps: Sequence[tuple[Tap, Node]], *, prepend: bool = False) -> None:
+    def register_taps(self, taps: Sequence[tuple[Tap, Node]], *, prepend: bool = False) -> None:
         """Place the hooks of taps on their nodes, and list the taps in the report.
 
         Args:
@@ -219,7 +219,7 @@ class Line:
         )
         if not is_plain:
             taps = [pair for pair in taps if self._is_hookable(*pair)]
-        self._registrations.place(taps, prepend=prepend)
+        self._registrations.register_taps(taps, prepend=prepend)
 
     def _is_hookable(self, tap: Any, node: Node) -> bool:
         """Tell whether a node takes hooks. If the line skips a node, the report says why."""
@@ -260,47 +260,49 @@ class Line:
         # Threads that share a line register one after the other, since each call has its own
         # handle.
         with self._registering, self.all_or_nothing() as registrations:
-            n_taps, n_placed = len(self.taps), len(registrations.placed)
+            n_taps, n_entries = len(self.taps), len(registrations.entries)
             registration = CallHooks(registrations, self.attached, self._registering)
             handle = HookHandle(kind, registration)
             self._handles[handle] = registration
             self._had_handles = True
             yield handle
             taps = self.taps[n_taps:]
-            registration.hold(taps, registrations.entries_of(taps, n_placed))
+            registration.store_hooks(taps, registrations.entries_of(taps, n_entries))
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[Registrations]:
         """Attach everything that the block attaches, or nothing if the block raises."""
-        n_placed, n_taps = len(self._registrations.placed), len(self.taps)
+        n_entries, n_taps = len(self._registrations.entries), len(self.taps)
         try:
-            self._start(is_first=not n_placed)
+            self._register_root_hooks(is_first=not n_entries)
             yield self._registrations
             if self._compiled.border is not None:
                 self._compiled.add_taps(self.taps[n_taps:])
         except BaseException:
-            self._registrations.remove(n_placed)
+            self._registrations.remove(n_entries)
             del self.taps[n_taps:]
             self.fast_paths.taps.clear()
-            if not n_placed:
+            if not n_entries:
                 self._compiled.end()
                 forget_checkpoints(self.passes)
             raise
 
-    def _start(self, *, is_first: bool) -> None:
+    def _register_root_hooks(self, *, is_first: bool) -> None:
         """Register the hooks that begin and end a pass on the root, before the first hook."""
         if self.passes.closed:
             raise AttachError(f"this hl.{self.name} line has ended; make a new one.")
-        self._refuse_elsewhere()
+        self._refuse_other_context()
         watch_checkpoints(self.passes)
         if self.root is not None and is_first:
-            self._registrations.place([(RootTap(self.passes), ModuleNode("", self.root, 0))])
+            self._registrations.register_taps(
+                [(RootTap(self.passes), ModuleNode("", self.root, 0))]
+            )
             self.passes.compiler = self._compiled
             self.passes.at_border = self.originals.warn_of_replaced
             self._compiled.enable_if_dynamo_loaded(self.module_tree.compiled)
 
-    def _refuse_elsewhere(self) -> None:
-        if not self.passes.is_here():
+    def _refuse_other_context(self) -> None:
+        if not self.passes.sees_this_context():
             raise AttachError(
                 f"an hl.{self.name} line must be entered, and given its hooks, in the thread or"
                 " async task that made it, got another one.\nMake it in this one, or with"
@@ -313,7 +315,7 @@ class Line:
         if self.passes.closed or self._is_entered:
             state = "has ended" if self.passes.closed else "is on already"
             raise AttachError(f"this hl.{self.name} line {state}; make a new one for each block.")
-        self._refuse_elsewhere()
+        self._refuse_other_context()
         try:
             self._is_entered = True
             return self
@@ -326,10 +328,10 @@ class Line:
         was_on = not self.passes.closed  # else removed inside the block, which has warned already
         retry_interrupted(self._end)
         if isinstance(error, Exception) and not isinstance(error, RanksError):  # of another rank
-            note_failure(type_and_line(error))
-            note_error(self.name, self.taps, error)
+            publish_failure(type_and_line(error))
+            add_error_notes(self.name, self.taps, error)
         elif error is None and was_on:
-            self._warn()
+            self._warn_at_end()
 
     def remove(self) -> None:
         """End the line and remove its hooks; a second call does nothing.
@@ -346,7 +348,7 @@ class Line:
         if self.passes.closed:
             return
         self._end()
-        self._warn()
+        self._warn_at_end()
 
     def _end(self) -> None:
         _remove_all(self.attached, self.passes)
@@ -385,7 +387,7 @@ class Line:
     def _make_report(self, *, ended: bool) -> Report:
         taps, passes = self.taps, self.passes
         silent = [tap for tap in taps if not tap.fired]
-        met = {self._glob(tap) for tap in taps if silent and tap.fired} - {""}
+        met = {self._operation_glob(tap) for tap in taps if silent and tap.fired} - {""}
         # Only raw hooks have handles that can remove taps.
         removed = [k for k, tap in enumerate(taps) if tap.is_removed] if self._had_handles else []
         return Report(
@@ -399,16 +401,16 @@ class Line:
             counts=tuple([tap.fired for tap in taps]),
             why=self._explain_silent(silent) if silent else {},
             excused=frozenset(
-                [tap.site for tap in silent if tap.is_excused or self._glob(tap) in met]
+                [tap.site for tap in silent if tap.is_excused or self._operation_glob(tap) in met]
             ),
-            notes=self._notes(),
+            notes=self._report_notes(),
             removed=tuple(removed),
             replaced={
                 site: replacement.remark for site, replacement in self.originals.told.items()
             },
         )
 
-    def _glob(self, tap: Tap) -> str:
+    def _operation_glob(self, tap: Tap) -> str:
         """Return the glob of operations that selected a tap's site; "" for other sites."""
         node = self._nodes.get(id(tap))
         return node.glob if isinstance(node, OperationNode) else ""
@@ -422,8 +424,8 @@ class Line:
             if not tap.is_removed:
                 replacement = replacements.get(tap.site)
                 reason = f"{replacement.remark}; attach after that" if replacement else elsewhere
-                silence = Silent(tap, self._nodes.get(id(tap)), self.passes)
-                why[tap.site] = reason or explain(silence)
+                silence = SilentTap(tap, self._nodes.get(id(tap)), self.passes)
+                why[tap.site] = reason or explain_silence(silence)
         return why
 
     def _shared_pass_warning(self) -> str | None:
@@ -438,7 +440,7 @@ class Line:
             self.name, self.module_tree.name, [n.path for n in nodes if isinstance(n, ModuleNode)]
         )
 
-    def _notes(self) -> tuple[str, ...]:
+    def _report_notes(self) -> tuple[str, ...]:
         remark = self.options.remark
         notes = [self.fast_paths.warning(self.name)]
         notes += [attachment.note for attachment in self.attached]
@@ -446,7 +448,7 @@ class Line:
         notes += [self._note_in_warning, remark and remark()]
         return tuple([note for note in notes if note is not None])
 
-    def _warn(self) -> None:
+    def _warn_at_end(self) -> None:
         if self.options.quiet:
             return
         report = self.report()
@@ -469,7 +471,9 @@ def _remove_all(attached: list[Attachment], passes: Passes) -> None:
     forget_checkpoints(passes)
 
 
-def _end_dropped(name: str, made_at: UserLine, attached: list[Attachment], passes: Passes) -> None:
+def _end_unreferenced(
+    name: str, made_at: UserLine, attached: list[Attachment], passes: Passes
+) -> None:
     """End a line that nobody references; warn at the place that made the line, if it had hooks."""
     had_hooks = any(attachment.has_hooks for attachment in attached)
     _remove_all(attached, passes)

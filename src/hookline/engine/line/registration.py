@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hookline.engine.compile.guards import update_mark
+from hookline.engine.compile.guards import update_mark_for_hooks
 from hookline.engine.line.attachment import Attachment, retry_interrupted
 from hookline.engine.operations.operation_mode import (
     OperationMode,
@@ -26,7 +26,7 @@ from hookline.engine.operations.operation_mode import (
     operation_mode,
 )
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
-from hookline.engine.taps.base import ON_OUTPUT, HookOwner, HookSpec, Order, Tap, walked_over
+from hookline.engine.taps.base import ON_OUTPUT, HookOwner, HookSpec, Order, Tap, iterated_taps
 from hookline.engine.taps.mode_tap import ModeTap, choose_active_tap
 from hookline.engine.torch_private.distributed import is_in_flat_parameter
 from hookline.engine.torch_private.graph.before_backward import BACKWARD_HOOKS
@@ -64,13 +64,13 @@ class Registrations(Attachment):
     """The registered hooks of one line.
 
     Attributes:
-        placed: the entries of the hooks, in the order of registration.
+        entries: the entries of the hooks, in the order of registration.
     """
 
-    __slots__ = ("_stale", "_watched", "placed")
+    __slots__ = ("_stale", "_watched", "entries")
 
     def __init__(self) -> None:
-        self.placed: list[Entry] = []
+        self.entries: list[Entry] = []
         # The modules that watch for calls of operations, by id, each with the place of its entries.
         self._watched: dict[int, tuple[nn.Module, int]] = {}
         self._stale: dict[int, OperationMode] = {}  # the modes whose operations have got hooks
@@ -78,9 +78,11 @@ class Registrations(Attachment):
     @property
     def has_hooks(self) -> bool:
         """Tell whether any hook is registered."""
-        return any(entry is not _TAKEN_OFF for entry in self.placed)
+        return any(entry is not _TAKEN_OFF for entry in self.entries)
 
-    def place(self, taps: Iterable[tuple[HookOwner, Node]], *, prepend: bool = False) -> None:
+    def register_taps(
+        self, taps: Iterable[tuple[HookOwner, Node]], *, prepend: bool = False
+    ) -> None:
         """Register the hooks of each tap on the tap's node, under one lock.
 
         Args:
@@ -90,30 +92,30 @@ class Registrations(Attachment):
         Raises:
             AttachError: torch would accept a hook and never call it.
         """
-        with _lock, without_gc(), self._updating():
-            self._place_all(taps, prepend=prepend)
+        with _lock, without_gc(), self._update_modes_after():
+            self._register_all(taps, prepend=prepend)
 
-    def _place_all(self, taps: Iterable[tuple[HookOwner, Node]], *, prepend: bool) -> None:
+    def _register_all(self, taps: Iterable[tuple[HookOwner, Node]], *, prepend: bool) -> None:
         name = HOOK_DICTS["forward"]
         plain: set[type] = set()  # the classes of modules that are not scripted
         for tap, node in taps:
             # A line has many taps. Most modules have no other hook, so no order must be kept.
             if tap.hooks is not ON_OUTPUT or type(node) is not ModuleNode:
-                self._place(tap, node, prepend=prepend)
+                self._register_tap(tap, node, prepend=prepend)
                 continue
             module = node.module
             kind, attributes = type(module), module.__dict__
             if kind not in plain and not isinstance(module, ScriptModule):
                 plain.add(kind)
             if kind not in plain or (hooks := attributes[name]):
-                self._place(tap, node, prepend=prepend)
+                self._register_tap(tap, node, prepend=prepend)
                 continue
-            self.placed.append((hooks, _FIRST_ID, module, ()))
+            self.entries.append((hooks, _FIRST_ID, module, ()))
             hooks[_FIRST_ID] = tap.fire  # type: ignore[attr-defined]
             if "forward" in attributes:
-                update_mark(module)
+                update_mark_for_hooks(module)
 
-    def _place(self, tap: HookOwner, node: Node, *, prepend: bool) -> None:
+    def _register_tap(self, tap: HookOwner, node: Node, *, prepend: bool) -> None:
         specs = tap.hooks_on(node) if isinstance(node, ParameterNode) else tap.hooks
         for spec in specs:
             hook = getattr(tap, spec.method)
@@ -121,7 +123,7 @@ class Registrations(Attachment):
             if isinstance(node, Optimizer):
                 self._register_by_torch(getattr(node, f"register_{spec.kind}_hook"), hook)
             elif isinstance(node, ParameterNode):
-                self._place_on_tensor(node, spec.kind, hook, order, prepend=prepend)
+                self._register_on_tensor(node, spec.kind, hook, order, prepend=prepend)
             elif spec.kind == "load_state_dict_pre":  # torch passes the module to the hook, too
                 self._register_by_torch(node.module.register_load_state_dict_pre_hook, hook)
             else:
@@ -129,24 +131,24 @@ class Registrations(Attachment):
                 # the opening hook runs first and the closing hook still runs last.
                 is_closing = spec.always_call and len(specs) > 1
                 is_first = prepend and not is_closing
-                self._place_on_module(node.module, spec, hook, order, prepend=is_first)
+                self._register_on_module(node.module, spec, hook, order, prepend=is_first)
         if isinstance(node, OperationNode):
-            self._watch(node)
+            self._watch_for_operation(node)
         elif isinstance(node, ModuleNode) and "forward" in node.module.__dict__:
-            update_mark(node.module)
+            update_mark_for_hooks(node.module)
 
-    def _watch(self, node: OperationNode) -> None:
+    def _watch_for_operation(self, node: OperationNode) -> None:
         """Have the module of an operation watch for calls of the operation."""
         host = node.host
         mode = operation_mode(host.module)
         if id(host.module) not in self._watched:
-            self._watched[id(host.module)] = host.module, len(self.placed)
-            self._place(ModeTap(mode), host, prepend=False)
+            self._watched[id(host.module)] = host.module, len(self.entries)
+            self._register_tap(ModeTap(mode), host, prepend=False)
             choose_active_tap(host.module, mode)
         self._stale[id(mode)] = mode
 
     @contextmanager
-    def _updating(self) -> Iterator[None]:
+    def _update_modes_after(self) -> Iterator[None]:
         """Update the modes whose operations get hooks in the block, each once."""
         try:
             yield
@@ -154,7 +156,7 @@ class Registrations(Attachment):
             while self._stale:
                 self._stale.popitem()[1].update_hooked_functions()
 
-    def _place_on_module(
+    def _register_on_module(
         self, module: nn.Module, spec: HookSpec, hook: Hook, order: Order, *, prepend: bool
     ) -> None:
         if isinstance(module, ScriptModule):
@@ -168,7 +170,7 @@ class Registrations(Attachment):
         is_first = not hooks  # the common case, in which no order must be kept
         key = _free_id(hooks, spec.with_kwargs + 2 * spec.always_call)
         # First, so that an interrupt from here on removes the hook, too.
-        self.placed.append((hooks, key, module, marks))
+        self.entries.append((hooks, key, module, marks))
         for flags in marks:
             flags[key] = True
         later = () if is_first else _hooks_after(hooks, order, Order.HOOK, prepend=prepend)
@@ -176,7 +178,7 @@ class Registrations(Attachment):
         if later:
             _move_to_end(hooks, later)
 
-    def _place_on_tensor(
+    def _register_on_tensor(
         self, node: ParameterNode, kind: str, hook: Hook, order: Order, *, prepend: bool
     ) -> None:
         """Register a tensor hook ("grad") or a post-accumulate-grad hook ("accumulated")."""
@@ -214,7 +216,7 @@ class Registrations(Attachment):
         assert hooks is not None
         _move_to_end(hooks, later)
 
-    def register_everywhere(self, kind: str, hook: Hook) -> None:
+    def register_globally(self, kind: str, hook: Hook) -> None:
         """Register a process-wide hook on torch.
 
         Args:
@@ -230,7 +232,7 @@ class Registrations(Attachment):
             # hook, too.
             key = new_hook_id()
             # First, so that an interrupt from here on removes the hook, too.
-            self.placed.append((hooks, key, None, marks))
+            self.entries.append((hooks, key, None, marks))
             for flags in marks:
                 flags[key] = True
             hooks[key] = hook
@@ -242,7 +244,7 @@ class Registrations(Attachment):
             handle = register(hook)
             hooks = handle.hooks_dict_ref()
             assert hooks is not None
-            self.placed.append((hooks, handle.id, None, ()))
+            self.entries.append((hooks, handle.id, None, ()))
         except BaseException:
             if handle is not None:
                 handle.remove()
@@ -265,17 +267,17 @@ class Registrations(Attachment):
                 raise
 
     def _remove(self, keep: int) -> None:
-        for number, (hooks, key, module, marks) in enumerate(self.placed[keep:], 1):
+        for number, (hooks, key, module, marks) in enumerate(self.entries[keep:], 1):
             hooks.pop(key, None)
             for flags in marks:
                 flags.pop(key, None)
             if module is not None and "forward" in module.__dict__:
                 try:
-                    update_mark(module)
+                    update_mark_for_hooks(module)
                 except BaseException:
-                    del self.placed[keep : keep + number]  # `remove` retries for the rest
+                    del self.entries[keep : keep + number]  # `remove` retries for the rest
                     raise
-        del self.placed[keep:]
+        del self.entries[keep:]
         for module, _ in self._watched.values():
             mode = operation_mode(module)
             mode.update_hooked_functions()
@@ -288,7 +290,7 @@ class Registrations(Attachment):
         """Find the entries of taps, from the entry `start` on; with `hook`, only of that method."""
         owners = set(map(id, taps))
         entries = []
-        for entry in self.placed[start:]:
+        for entry in self.entries[start:]:
             if entry is _TAKEN_OFF:
                 continue
             placed = entry[0].get(entry[1])
@@ -309,16 +311,16 @@ class Registrations(Attachment):
 
     def _remove_entries(self, entries: Iterable[Entry]) -> None:
         ids = set(map(id, entries))
-        for index, entry in enumerate(self.placed):
+        for index, entry in enumerate(self.entries):
             # Entries that the line's end has removed are no longer in this list.
-            if id(entry) in ids and not _is_walked_over(entry[0]):
+            if id(entry) in ids and not _is_being_iterated(entry[0]):
                 hooks, key, module, marks = entry
                 hooks.pop(key, None)
                 for flags in marks:
                     flags.pop(key, None)
                 if module is not None and "forward" in module.__dict__:
-                    update_mark(module)
-                self.placed[index] = _TAKEN_OFF
+                    update_mark_for_hooks(module)
+                self.entries[index] = _TAKEN_OFF
         for module, _ in self._watched.values():
             operation_mode(module).update_hooked_functions()
 
@@ -345,12 +347,12 @@ def _move_to_end(hooks: HookDict, keys: list[Any]) -> None:
     deque(map(hooks.__setitem__, keys, map(hooks.pop, keys)), maxlen=0)
 
 
-def _is_walked_over(hooks: HookDict) -> bool:
+def _is_being_iterated(hooks: HookDict) -> bool:
     """Tell whether torch is iterating over this dictionary itself to call its hooks."""
-    if not walked_over:
+    if not iterated_taps:
         return False
     owners = [getattr(getattr(h, "hook", h), "__self__", None) for h in list(hooks.values())]
-    return any(owner is tap for owner in owners for tap in list(walked_over))
+    return any(owner is tap for owner in owners for tap in list(iterated_taps))
 
 
 def _hooks_after(hooks: HookDict, rank: Order, foreign: Order, *, prepend: bool) -> list[Any]:
@@ -358,11 +360,11 @@ def _hooks_after(hooks: HookDict, rank: Order, foreign: Order, *, prepend: bool)
     return [
         key
         for key, hook in list(hooks.items())
-        if (other := _rank_of(hook, foreign)) > rank or (prepend and other == rank)
+        if (other := _order_of(hook, foreign)) > rank or (prepend and other == rank)
     ]
 
 
-def _rank_of(hook: Hook, foreign: Order) -> Order:
+def _order_of(hook: Hook, foreign: Order) -> Order:
     owner = getattr(hook, "__self__", None)
     if not isinstance(owner, HookOwner):
         return foreign

@@ -35,7 +35,12 @@ from hookline.engine.attention.products import (
     may_be_query_key_product,
     product_functions,
 )
-from hookline.engine.function_names import Function, argument_names, functions_by_name, name_of
+from hookline.engine.function_names import (
+    Function,
+    argument_names,
+    functions_by_name,
+    selector_name,
+)
 from hookline.engine.operations.operation import Operation, make_traceable
 from hookline.errors import AttachError
 
@@ -203,8 +208,8 @@ class Attention:
         """
         name = next(iter(self.parts))
         raise kind(
-            f"{self.path}@{name}: {name_of(function)} computes this attention, and shows none of"
-            " its parts.\nBuild the model with another attention; of transformers:"
+            f"{self.path}@{name}: {selector_name(function)} computes this attention, and shows none"
+            " of its parts.\nBuild the model with another attention; of transformers:"
             f" attn_implementation='sdpa'. Or select the module itself, {self.path or '(root)'!r}."
         )
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hookline.engine.function_names import argument_names, functions_by_name, name_of
+from hookline.engine.function_names import argument_names, functions_by_name, selector_name
 from hookline.engine.operations.own_calls import OwnCalls
 from hookline.engine.torch_private.graph.function_modes import calling_module, pop_if_innermost
 from hookline.util.walk_stack import walk_stack
@@ -62,7 +62,7 @@ class CallList(TorchFunctionMode):
         output = func(*args, **kwargs)
         frame = sys._getframe(1)
         if getattr(func, "__name__", "__get__") not in _ATTRIBUTE and self._own.is_own(frame):
-            name = name_of(func)
+            name = selector_name(func)
             is_known = any(func is function for function in functions_by_name().get(name, ()))
             names = argument_names(func).names
             call = FunctionCall(name, is_known, names, args, kwargs, output, *_user_line(frame))

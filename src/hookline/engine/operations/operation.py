@@ -71,7 +71,7 @@ class Operation(nn.Module):
     def needs_graph_in_thread(self) -> bool:
         """Tell whether a hook needs the graph in this thread: most lines see only their own."""
         lines = [getattr(owner, "passes", None) for owner in self._on_graph]
-        return any(passes is None or passes.may_see() for passes in lines)
+        return any(passes is None or passes.sees_context_or_backward() for passes in lines)
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the function, and write a changed result to where the function writes."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine.passes.passes import THREAD, Pass, Passes, substitute_passes
-from hookline.engine.passes.running_calls import Calls
+from hookline.engine.passes.running_calls import RunningCalls
 from hookline.engine.pytree import tree
 from hookline.engine.torch_private.graph.checkpoint import CheckpointPatch, outside_checkpoint
 from hookline.errors import AttachError
@@ -50,15 +50,15 @@ class _Changes:
     def __init__(self) -> None:
         self.changes: list[Change] = []
 
-    def changed(self, where: str, value: Any, new: Any) -> None:
+    def record_change(self, where: str, value: Any, new: Any) -> None:
         """Record that a hook changed a value."""
-        self.note(Change(where, _fingerprint(value), _fingerprint(new)))
+        self.add_change(Change(where, _fingerprint(value), _fingerprint(new)))
 
-    def left(self, where: str) -> None:
+    def record_no_change(self, where: str) -> None:
         """Record that a hook left a value as it was."""
-        self.note(Change(where, [], None))
+        self.add_change(Change(where, [], None))
 
-    def note(self, change: Change) -> None:
+    def add_change(self, change: Change) -> None:
         """Keep a change."""
         self.changes.append(change)
 
@@ -109,17 +109,17 @@ class CheckpointedRegion(_Changes):
         real = current if again is None else again.region.first() or current
         self.first: Callable[[], Pass | None] = weakref.ref(real)
 
-    def run_number(self, number: Tensor) -> Tensor:
+    def number_compiled_run(self, number: Tensor) -> Tensor:
         """Keep and return the number of a compiled run that begins."""
-        number = number if self.outer is None else self.outer.run_number(number)
+        number = number if self.outer is None else self.outer.number_compiled_run(number)
         self.runs.append(number)
         return number
 
-    def note(self, change: Change) -> None:
+    def add_change(self, change: Change) -> None:
         """Keep a change for this region and for each region around it."""
-        super().note(change)
+        super().add_change(change)
         if self.outer is not None:
-            self.outer.note(change)
+            self.outer.add_change(change)
 
 
 @final
@@ -150,10 +150,10 @@ class Recomputation(_Changes):
         self.current: Pass = current
         current.calls = dict(region.calls)
         current.recomputation = current.region = self
-        self.roots: Calls = current.roots
+        self.roots: RunningCalls = current.roots
 
     @property
-    def is_awaited(self) -> bool:
+    def awaits_root_run(self) -> bool:
         """Tell whether the run of the root that began this pass has not been recomputed yet."""
         return bool(self.region.by_root) and not self._has_run
 
@@ -172,12 +172,12 @@ class Recomputation(_Changes):
     def pass_of_root(self) -> Pass:
         """Return the pass that this run of the root had in the first run."""
         recomputation = self
-        if self.rest and not self.roots and not self.is_awaited:
+        if self.rest and not self.roots and not self.awaits_root_run:
             recomputation = self.rest.pop(0)
         recomputation._has_run = True
         return recomputation.current
 
-    def run_number(self, number: Tensor) -> Tensor:
+    def number_compiled_run(self, number: Tensor) -> Tensor:
         """Return the number of a compiled run that begins.
 
         If gradients flow in the first run, this is the number of that run: torch gives the first
@@ -277,29 +277,29 @@ class _Checkpoint:
             # In a repeated run, the recomputation is a part of the repetition.
             if current is not None and (again is None or not again.is_repetition):
                 # The run of the root that begins this pass may itself be part of the region.
-                is_awaited = again is not None and again.is_awaited
-                self.pass_begins(passes, current, by_root=True if is_awaited else None)
+                awaits_root_run = again is not None and again.awaits_root_run
+                self.add_pass(passes, current, by_root=True if awaits_root_run else None)
         THREAD.checkpoints = (*THREAD.checkpoints, self)
 
-    def pass_begins(self, passes: Passes, current: Pass, *, by_root: bool | None) -> None:
+    def add_pass(self, passes: Passes, current: Pass, *, by_root: bool | None) -> None:
         """Add a pass that begins inside the region; with None, one that began before it."""
         region = CheckpointedRegion(
             passes, current, is_reentrant=self._is_reentrant, by_root=by_root
         )
         self._regions.append(region)
-        self._running.append((current, region, current.note))
+        self._running.append((current, region, current.log_entry))
         current.region = region
         if self._is_reentrant:
-            current.note = partial(_note_detached, current.note)
+            current.log_entry = partial(_log_detached, current.log_entry)
 
     def end(self) -> None:
         """End the first run."""
         THREAD.checkpoints = tuple(other for other in THREAD.checkpoints if other is not self)
         while self._running:
-            current, region, note = self._running.pop()
-            current.region, current.note = region.outer, note
+            current, region, log_entry = self._running.pop()
+            current.region, current.log_entry = region.outer, log_entry
 
-    def draws(self, generator: torch.Generator) -> None:
+    def save_generator_state(self, generator: torch.Generator) -> None:
         """Save the state of a generator that a hook is about to draw from."""
         self._draws.append(generator.get_state())
 
@@ -323,10 +323,10 @@ class _Checkpoint:
                 recomputation.close()
 
 
-def _note_detached(note: Callable[..., None], entry: Any) -> None:
+def _log_detached(log_entry: Callable[..., None], entry: Any) -> None:
     # The region's outputs have no graph yet; torch gives these same tensors a graph when it
     # returns.
-    note((entry[0], tree.map_tensors(Tensor.detach, entry[1]), *entry[2:]))
+    log_entry((entry[0], tree.map_tensors(Tensor.detach, entry[1]), *entry[2:]))
 
 
 def _stand_in_pass(regions: list[CheckpointedRegion], recomputations: list[Recomputation]) -> Pass:
@@ -376,12 +376,12 @@ def repeatable_generator(generator: torch.Generator) -> torch.Generator:
             generator = torch.Generator(generator.device)
             generator.set_state(state)
     for checkpoint in THREAD.checkpoints:
-        checkpoint.draws(generator)
+        checkpoint.save_generator_state(generator)
     return generator
 
 
 @final
-class _Watch:
+class _CheckpointWatch:
     """The notifications of torch's checkpoints, on as long as any line needs them."""
 
     def __init__(self) -> None:
@@ -389,17 +389,17 @@ class _Watch:
         self.lines: tuple[Passes, ...] = ()  # the passes of all lines that are on
         self._patch: CheckpointPatch | None = None
 
-    def hold(self, passes: Passes) -> None:
+    def start(self, passes: Passes) -> None:
         """Turn the notifications on for a line that begins. Idempotent."""
         with self._lock:
             if passes in self.lines:
                 return
             self.lines = (*self.lines, passes)
             if self._patch is None:
-                self._patch = CheckpointPatch(_begin)
+                self._patch = CheckpointPatch(_begin_checkpoint)
                 self._patch.start()
 
-    def release(self, passes: Passes) -> None:
+    def stop(self, passes: Passes) -> None:
         """Turn the notifications off for a line that ends. Idempotent."""
         with self._lock:
             self.lines = tuple(line for line in self.lines if line is not passes)
@@ -408,16 +408,16 @@ class _Watch:
                 self._patch = None
 
 
-def _begin(
+def _begin_checkpoint(
     recompute: Callable[..., Any], is_reentrant: bool
 ) -> tuple[Callable[..., Any], Callable[[], None]]:
     checkpoint = _Checkpoint(recompute, is_reentrant)
     return checkpoint, checkpoint.end
 
 
-_WATCH = _Watch()
-watch_checkpoints: Callable[[Passes], None] = _WATCH.hold
-forget_checkpoints: Callable[[Passes], None] = _WATCH.release
+_WATCH = _CheckpointWatch()
+watch_checkpoints: Callable[[Passes], None] = _WATCH.start
+forget_checkpoints: Callable[[Passes], None] = _WATCH.stop
 
 
 def end_thread_passes() -> None:

@@ -37,7 +37,7 @@ class Mode(Enum):
     RECOMPUTED = auto()  # the recomputation of a checkpointed region
 
 
-def mode_now() -> Mode | None:
+def running_mode() -> Mode | None:
     """Return the mode that the present code runs in; None for an ordinary run.
 
     Called once, when a pass begins.
@@ -68,18 +68,18 @@ def refuse_tracing() -> None:
         )
 
 
-def is_transformed() -> bool:
+def is_in_transform() -> bool:
     """Tell whether a transform of torch.func (vmap, grad, jvp, ...) is running."""
     return running_transform() is not None
 
 
 @while_tracing
-def runs_in_transform() -> bool:
+def is_compiled_in_transform() -> bool:
     """Tell whether code is compiled inside a transform of torch.func."""
-    return is_transformed()
+    return is_in_transform()
 
 
-def hides_gradients(tensor: Tensor) -> bool:
+def is_vmapped_with_gradient(tensor: Tensor) -> bool:
     """Tell whether a tensor is one example of a vmapped batch that requires a gradient.
 
     torch never calls a hook on one example's tensor.

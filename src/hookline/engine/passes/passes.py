@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol, final
 
-from hookline.engine.distributed.rendezvous import note_failure
-from hookline.engine.passes.modes import Mode, is_transformed, mode_now
-from hookline.engine.passes.running_calls import Calls
+from hookline.engine.distributed.rendezvous import publish_failure
+from hookline.engine.passes.modes import Mode, is_in_transform, running_mode
+from hookline.engine.passes.running_calls import RunningCalls
 from hookline.engine.torch_private.autograd import backward_number
 from hookline.util.fork_safe_lock import fork_safe_lock
 
@@ -50,7 +50,7 @@ class Pass:
 
     Attributes:
         log: the entries that the line's hooks added, in the order in which the hooks fired.
-        note: adds an entry to the log.
+        log_entry: adds an entry to the log.
         calls: how often each of the line's taps that counts calls has run.
         at_end: functions to call when the pass ends.
         opened: state that taps keep between the beginning and the end of a call.
@@ -61,14 +61,14 @@ class Pass:
         region: the innermost checkpointed region that runs, if one does.
         recomputation: the recomputation that this pass stands for; None for true passes.
         settings: the settings of torch under which the pass runs; None where no verb reads them.
-        unversioned: the memory that changes without a version counter (`memory/unversioned.py`);
-            None until first asked for.
+        unversioned: the memory that changes without a version counter
+            (`memory/unversioned_memory.py`); None until first asked for.
     """
 
     __slots__ = (
         "__weakref__", "at_end", "backward", "calls", "exception_at_start", "failed",
-        "is_transformed", "log", "note", "number", "opened", "recomputation", "region", "roots",
-        "settings", "unversioned",
+        "is_transformed", "log", "log_entry", "number", "opened", "recomputation", "region",
+        "roots", "settings", "unversioned",
     )  # fmt: skip
 
     def __init__(self, number: int, *, is_transformed: bool = False) -> None:
@@ -76,12 +76,12 @@ class Pass:
         self.is_transformed: bool = is_transformed
         self.backward: int | None = None
         self.log: list[Any] = []
-        self.note: Callable[..., None] = self.log.append
+        self.log_entry: Callable[..., None] = self.log.append
         self.calls: dict[Any, int] = {}
         self.failed: bool | None = None
         self.at_end: list[Callable[[], None]] = []
         self.opened: dict[Any, list[Any]] = {}
-        self.roots: Calls = Calls()
+        self.roots: RunningCalls = RunningCalls()
         self.exception_at_start: int = id(sys.exception())
         self.region: Any = None
         self.recomputation: Any = None
@@ -121,13 +121,13 @@ class Compiler(Protocol):
     def begin_pass(self, current: Pass) -> None:
         """Prepare for a pass, in which compiled code may run."""
 
-    def owner_of(self, tap: Any) -> int:
+    def module_id_of(self, tap: Any) -> int:
         """Return the id of the module that a tap is on; 0 if the tap is on no module."""
 
-    def refuse_stale(self, module: Any) -> None:
+    def refuse_stale_forward(self, module: Any) -> None:
         """Refuse a call outside the root that would run a forward which the class no longer has."""
 
-    def explain(self, error: BaseException) -> None:
+    def add_error_note(self, error: BaseException) -> None:
         """Add a note to the error of a failed pass, if the error comes from compilation."""
 
     def prepare_tracing(self, tap: Any) -> None:
@@ -153,14 +153,14 @@ class _ThreadPasses(threading.local):
         return self.current or self.outside
 
 
-class _Thread(threading.local):
+class _ThreadCheckpoints(threading.local):
     checkpoints: tuple[Any, ...] = ()
     draws: Iterator[Any] | None = None
 
 
 # The checkpointed regions whose first run is under way in each thread, and the random draws of the
 # region that the thread recomputes. `checkpointing.py` maintains both.
-THREAD = _Thread()
+THREAD = _ThreadCheckpoints()
 
 
 @final
@@ -203,7 +203,7 @@ class Passes:
         Called before the first hook is registered.
         """
         if not self.every_thread:
-            _made_here.set((*lines_here(), self))
+            _made_here.set((*passes_of_context(), self))
 
     def end_all(self) -> None:
         """End all passes: from now on no hook of the line sees anything."""
@@ -213,15 +213,15 @@ class Passes:
         if current is not None:
             # A line that ends inside the forward has not failed. A root call that is no longer on
             # the stack was interrupted.
-            current.roots.drop_dead(sys._getframe(1))
-            self._finish(current, failed=not current.roots)
+            current.roots.drop_ended(sys._getframe(1))
+            self._finish_pass(current, failed=not current.roots)
         for current in list(self._open.values()):  # other threads' passes too
-            self._finish(current, failed=False)
+            self._finish_pass(current, failed=False)
         self.in_thread, self.sink, self._latest = _ThreadPasses(), None, None
         self.compiler = self.at_root = self.at_border = None
         self.switch.is_on = False
 
-    def is_here(self) -> bool:
+    def sees_this_context(self) -> bool:
         """Tell whether the line sees this thread and context."""
         return not self.closed and (self.every_thread or self in _made_here.get())
 
@@ -231,17 +231,17 @@ class Passes:
         autograd may call the hook in one of its own threads. Such a thread has no context, so every
         backward in it counts as the line's.
         """
-        if self.may_see():
+        if self.sees_context_or_backward():
             return True
         self.other_contexts += not self.closed
         return False
 
-    def may_see(self) -> bool:
+    def sees_context_or_backward(self) -> bool:
         """Tell whether the line sees what runs here.
 
         On a GPU, autograd runs a backward, and the forwards inside it, in threads of its own.
         """
-        if self.is_here():
+        if self.sees_this_context():
             return True
         return not (self.closed or backward_number() == -1 or _thread_kind.is_of_python)
 
@@ -261,25 +261,25 @@ class Passes:
             return
         current = local.current
         if current is not None:  # an interrupted pass is over, whoever runs the root now
-            current.roots.drop_dead(frame.f_back)
+            current.roots.drop_ended(frame.f_back)
             if not current.roots:
                 local.current = None
-                self._finish(current, failed=True)
+                self._finish_pass(current, failed=True)
                 current = None
-        if not self.may_see():
+        if not self.sees_context_or_backward():
             self.other_contexts += not self.closed
             return
-        mode = mode_now() if current is None else None
+        mode = running_mode() if current is None else None
         if mode is not None and mode is Mode.RECOMPUTED:
             return  # the forward ran before the line was attached
         if local.outside is not None:
             outside, local.outside = local.outside, None
-            self._finish(outside, failed=False)
+            self._finish_pass(outside, failed=False)
         if current is None:
             with self.lock:
-                if self.closed:  # another thread has closed the line since is_here()
+                if self.closed:  # another thread has closed the line since sees_this_context()
                     return
-                current = local.current = self._start(is_transformed=mode is not None)
+                current = local.current = self._start_pass(is_transformed=mode is not None)
             # First, so that `end` ends the pass if the lines below raise.
             current.roots.begin(frame, root)
             if self.at_border is not None:
@@ -287,7 +287,7 @@ class Passes:
             if self.at_root is not None:
                 self.at_root(current, frame)
             for checkpoint in THREAD.checkpoints:
-                checkpoint.pass_begins(self, current, by_root=True)
+                checkpoint.add_pass(self, current, by_root=True)
             if self.compiler is not None:
                 self.compiler.begin_pass(current)
         else:
@@ -300,7 +300,7 @@ class Passes:
         again.roots.begin(frame, root)
         if again is not local.outside:
             for checkpoint in THREAD.checkpoints:  # regions inside the recomputed one
-                checkpoint.pass_begins(self, again, by_root=True)
+                checkpoint.add_pass(self, again, by_root=True)
             local.outside = again
 
     def end(self, frame: FrameType) -> None:
@@ -320,17 +320,17 @@ class Passes:
             error = sys.exception()
             has_failed = error is not None and id(error) != current.exception_at_start
             if error is not None and has_failed and self.compiler is not None:
-                self.compiler.explain(error)
-            self._finish(current, failed=has_failed)
+                self.compiler.add_error_note(error)
+            self._finish_pass(current, failed=has_failed)
 
     def end_early(self) -> None:
         """End the pass of this thread after a deliberate early exit; the pass has not failed."""
         current = self.in_thread.current
         if current is not None:
-            current.roots.drop_dead(sys._getframe(1))
+            current.roots.drop_ended(sys._getframe(1))
             if not current.roots:
                 self.in_thread.current = None
-                self._finish(current, failed=False)
+                self._finish_pass(current, failed=False)
 
     def pass_outside_root(self) -> Pass | None:
         """Return the pass for a hook that fires while the root does not run.
@@ -341,26 +341,26 @@ class Passes:
         outside = self.in_thread.outside
         if outside is not None and outside.recomputation is not None:
             return outside
-        if not self.may_see():
+        if not self.sees_context_or_backward():
             if not self.closed:
                 self.other_contexts = max(self.other_contexts, 1)
             return None
-        mode = mode_now()
+        mode = running_mode()
         if mode is Mode.RECOMPUTED:
             return None  # the forward ran before the line was attached
         local = self.in_thread
         if local.outside is None:
             with self.lock:
                 if not self.closed:
-                    local.outside = self._start(is_transformed=mode is not None)
+                    local.outside = self._start_pass(is_transformed=mode is not None)
                     self.outside_root += 1
             if self.at_border is not None:
                 self.at_border()
             for checkpoint in THREAD.checkpoints if local.outside is not None else ():
-                checkpoint.pass_begins(self, local.outside, by_root=False)
+                checkpoint.add_pass(self, local.outside, by_root=False)
         return local.outside
 
-    def pass_of_parameter(self, backward: int) -> Pass | None:
+    def pass_of_parameter_gradient(self, backward: int) -> Pass | None:
         """Return the pass for a parameter's gradient in a run of autograd.
 
         Returns:
@@ -372,14 +372,14 @@ class Passes:
         latest = self._latest
         if latest is None or latest.backward not in (None, backward):
             if latest is not None:
-                self._finish(latest, failed=False)
-            latest = self._start(is_transformed=is_transformed())
+                self._finish_pass(latest, failed=False)
+            latest = self._start_pass(is_transformed=is_in_transform())
             latest.backward = backward
             if self.at_border is not None:
                 self.at_border()
         return latest
 
-    def _start(self, *, is_transformed: bool) -> Pass:
+    def _start_pass(self, *, is_transformed: bool) -> Pass:
         current = self._latest = Pass(next(self._numbers), is_transformed=is_transformed)
         self.transformed = self.transformed or is_transformed
         self._open[id(current)] = current
@@ -388,14 +388,14 @@ class Passes:
             self.sink.begin_pass(current)
         return current
 
-    def _finish(self, current: Pass, *, failed: bool) -> None:
+    def _finish_pass(self, current: Pass, *, failed: bool) -> None:
         self._open.pop(id(current), None)
         if current.at_end:
             current.run_at_end()
         current.failed = failed
         self.failed += failed
         if failed:
-            note_failure("its model raised")
+            publish_failure("its model raised")
         current.roots.clear()
 
 
@@ -437,6 +437,6 @@ class _ThreadKind(threading.local):
 _thread_kind = _ThreadKind()
 
 
-def lines_here() -> tuple[Passes, ...]:
+def passes_of_context() -> tuple[Passes, ...]:
     """Return the passes of the lines that were made in this context and are still on."""
     return tuple(passes for passes in _made_here.get() if not passes.closed)

@@ -9,7 +9,7 @@ from hookline.util.walk_stack import walk_stack
 
 
 @final
-class Calls(list[tuple[int, CodeType, int | None]]):
+class RunningCalls(list[tuple[int, CodeType, int | None]]):
     """The running calls of one module in a thread, outermost first.
 
     A call is identified by the id of its frame. The frame itself would keep its callers' locals
@@ -43,7 +43,7 @@ class Calls(list[tuple[int, CodeType, int | None]]):
         del self[len(keys) - n_ended :]
         return n_ended
 
-    def drop_dead(self, frame: FrameType | None) -> int:
+    def drop_ended(self, frame: FrameType | None) -> int:
         """Remove the calls that are no longer on this thread's stack.
 
         After a BaseException such as Ctrl-C, torch calls no hook at the end of a module.

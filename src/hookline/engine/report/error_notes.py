@@ -9,7 +9,7 @@ from hookline.engine.gradients.compiled_tap import add_compiled_backward_note
 from hookline.engine.taps.base import Tap
 
 
-def note_error(name: str, taps: Iterable[Tap], error: Exception) -> None:
+def add_error_notes(name: str, taps: Iterable[Tap], error: Exception) -> None:
     """Say what a line has to do with an error of torch.
 
     Args:

@@ -33,7 +33,7 @@ class Why(NamedTuple):
         return f"{self.why}; {self.remedy}" if self.remedy else self.why
 
 
-class Silent(NamedTuple):
+class SilentTap(NamedTuple):
     """A tap that has not fired, with its line's state."""
 
     tap: Tap  # the tap
@@ -65,13 +65,13 @@ _NOT_ITSELF = Why(
 )
 
 
-def explain(silent: Silent) -> str:
+def explain_silence(silent: SilentTap) -> str:
     """Say why a tap has not fired."""
     causes = (cause(silent) for cause in _CAUSES)
     return str(next(filter(None, causes), UNKNOWN))
 
 
-def never_called(node: ModuleNode) -> Why | None:
+def never_called_reason(node: ModuleNode) -> Why | None:
     """Say why no hook on a module is ever called, whatever its inputs; None if hooks are called."""
     if is_scripted(node.module):
         return Why(
@@ -101,26 +101,26 @@ def custom_call_reason(node: ModuleNode, instead: str) -> Why:
     )
 
 
-def _own_reason(silent: Silent) -> Why | None:
+def _tap_reason(silent: SilentTap) -> Why | None:
     reason = silent.tap.why_silent()
     return None if reason is None else Why(reason)
 
 
-def _has_not_run(silent: Silent) -> Why | None:
+def _not_run_reason(silent: SilentTap) -> Why | None:
     if silent.passes.started:
         return None
     return OTHER_CONTEXT if silent.passes.other_contexts else NOT_RUN
 
 
-def _raised(silent: Silent) -> Why | None:
+def _raised_reason(silent: SilentTap) -> Why | None:
     return RAISED if silent.passes.failed == silent.passes.started else None
 
 
-def _bypasses_hooks(silent: Silent) -> Why | None:
+def _bypassed_hooks_reason(silent: SilentTap) -> Why | None:
     node = silent.node
     if not isinstance(node, ModuleNode):
         return None
-    always = never_called(node)
+    always = never_called_reason(node)
     if always is not None:
         return always
     call = type(node.module).__call__
@@ -133,12 +133,12 @@ def _bypasses_hooks(silent: Silent) -> Why | None:
     return None
 
 
-def uncalled_operation_reason(node: OperationNode, or_else: str = "") -> Why:
+def uncalled_operation_reason(node: OperationNode, other_causes: str = "") -> Why:
     """Say that a module does not itself call the function of an operation.
 
     Args:
         node: the operation.
-        or_else: continues the sentence, where there may be another reason.
+        other_causes: continues the sentence, where there may be another reason.
     """
     path = path_text(node.host.path)
     what = f"calls no `{node.name}` itself"
@@ -150,17 +150,17 @@ def uncalled_operation_reason(node: OperationNode, or_else: str = "") -> Why:
     if any(child is not None for child in node.host.children):
         inside = f"{node.host.path}.**" if node.host.path else "**"
         fix += f"; '{inside}@{node.name}' matches the modules inside"
-    return Why(f"{path} {what}{or_else}", fix)
+    return Why(f"{path} {what}{other_causes}", fix)
 
 
-def _uncalled_operation(silent: Silent) -> Why | None:
+def _uncalled_operation_reason(silent: SilentTap) -> Why | None:
     node = silent.node
     if not isinstance(node, OperationNode):
         return None
     return uncalled_operation_reason(node, ", took another branch, or did not run")
 
 
-def _uncalled_module(silent: Silent) -> Why | None:
+def _uncalled_module_reason(silent: SilentTap) -> Why | None:
     node, passes = silent.node, silent.passes
     if not isinstance(node, ModuleNode):
         return None
@@ -178,8 +178,9 @@ def _has_fewer_guards(node: ModuleNode | None) -> bool:
     return node is not None
 
 
-_CAUSES: tuple[Callable[[Silent], Why | None], ...] = (
-    _own_reason, _has_not_run, _raised, _bypasses_hooks, _uncalled_operation, _uncalled_module,
+_CAUSES: tuple[Callable[[SilentTap], Why | None], ...] = (
+    _tap_reason, _not_run_reason, _raised_reason, _bypassed_hooks_reason,
+    _uncalled_operation_reason, _uncalled_module_reason,
 )  # fmt: skip
 
 

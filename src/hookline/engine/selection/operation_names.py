@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from hookline.engine.function_names import functions_by_name, is_attribute
+from hookline.engine.function_names import functions_by_name, is_tensor_attribute
 from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.site import glob, path_text
@@ -31,7 +31,7 @@ def operation_names(text: str, host: str) -> list[str]:
         if names := [name for name in known if matches(name)]:
             return names
     list_them = f"\nhl.operations(model, x, {host or '(root)'!r}) lists what a module calls."
-    if is_attribute(text):
+    if is_tensor_attribute(text):
         raise SelectionError(
             f"{text!r} in '{host}@{text}' is an attribute of tensors, and no function that is"
             f" called.\nSelect a function that uses it.{list_them}"

@@ -26,7 +26,7 @@ from hookline.engine.compile.graph_capture import (
     GraphReduce,
     SplitCallback,
 )
-from hookline.engine.compile.guards import unmark_copy
+from hookline.engine.compile.guards import unmark_copied_module
 from hookline.engine.operations.attention_parts import is_computing_for_readers
 from hookline.engine.operations.operation_mode import drop_leftover_modes
 from hookline.engine.passes.modes import refuse_tracing
@@ -97,7 +97,7 @@ ON_INPUTS = (HookSpec("forward_pre", with_kwargs=True),)
 
 # The taps, of all threads, that run while torch iterates over a live hook dictionary. No hook can
 # be removed from that dictionary meanwhile.
-walked_over: list[Tap] = []
+iterated_taps: list[Tap] = []
 
 
 # The functions of all taps that torch calls as hooks. Outside a graph, as on a compiled model,
@@ -243,15 +243,15 @@ class Tap(HookOwner):
 
     def collect(self, current: Pass, run: CompiledRun) -> None:
         """Process the values that compiled code has captured in a run."""
-        caught = () if self.traced is None else self.traced.take_caught()
+        captured = () if self.traced is None else self.traced.take_captured()
         if isinstance(self.traced, GraphEdit):
-            n_calls = current.calls.get(self, 0) + len(caught)
+            n_calls = current.calls.get(self, 0) + len(captured)
             current.calls[self] = n_calls
             self.ran = max(self.ran, n_calls)
-            self.fired += 0 if run.is_again else sum(caught)
+            self.fired += 0 if run.is_again else sum(captured)
         elif not run.is_again:
             after = self._after()
-            for value in caught:
+            for value in captured:
                 self.fired += 1
                 after(current, value)
 
@@ -275,7 +275,7 @@ class Tap(HookOwner):
             return None
         current = self.passes.pass_outside_root()
         if current is not None and self.passes.compiler is not None:
-            self.passes.compiler.refuse_stale(module)
+            self.passes.compiler.refuse_stale_forward(module)
         return (
             current
             if current is None or current.recomputation is None
@@ -299,10 +299,10 @@ class Tap(HookOwner):
         self.passes, self.in_thread = _REMOVED, _REMOVED.in_thread
         self.traced = self.active = None
 
-    def leave_walk(self) -> None:
-        """Remove this tap from `walked_over`."""
-        if self in walked_over:  # absent if interrupted before it was added
-            walked_over.remove(self)
+    def end_iteration(self) -> None:
+        """Remove this tap from `iterated_taps`."""
+        if self in iterated_taps:  # absent if interrupted before it was added
+            iterated_taps.remove(self)
 
     def _note(self, error: Exception, value: Any = None) -> None:
         site, note = self.site, ""
@@ -449,7 +449,7 @@ def _inert_root() -> RootTap:
 def _discard(module: nn.Module, owner: object) -> None:
     """Remove a tap and a mark that were copied along with a hooked module."""
     discard_hooks_of(module, owner, is_inert)
-    unmark_copy(module)
+    unmark_copied_module(module)
 
 
 def is_inert(owner: object) -> bool:

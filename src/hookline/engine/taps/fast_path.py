@@ -51,7 +51,7 @@ class FusedTap(Tap):
         """Check whether torch would run this call as one operation: the forward-pre hook."""
         if kwargs is None or self.ran or is_dynamo_compiling():
             return
-        if self.in_thread.current is None and not self.passes.may_see():
+        if self.in_thread.current is None and not self.passes.sees_context_or_backward():
             self._pass_outside_root(
                 module
             )  # removes the tap, if it was copied along with the model

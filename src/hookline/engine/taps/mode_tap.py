@@ -8,7 +8,7 @@ from typing import Any, final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.compile.guards import unmark_copy
+from hookline.engine.compile.guards import unmark_copied_module
 from hookline.engine.operations.operation_mode import OperationMode
 from hookline.engine.taps.base import HookOwner, HookSpec, Order
 from hookline.engine.torch_private.hooks import discard_hooks_of, hook_dict
@@ -57,7 +57,7 @@ class ModeTap(HookOwner):
 def _discard(module: nn.Module, tap: ModeTap) -> None:
     """Remove a tap that was copied along with a hooked module."""
     discard_hooks_of(module, tap, lambda owner: isinstance(owner, ModeTap) and owner.mode is None)
-    unmark_copy(module)
+    unmark_copied_module(module)
 
 
 def choose_active_tap(module: nn.Module, mode: OperationMode) -> None:

@@ -292,9 +292,9 @@ _noted: WeakIdentityMap[int | None] = WeakIdentityMap()
 _written: list[bool] = []
 
 
-def note_graph_version(tensor: Tensor) -> None:
+def store_graph_version(tensor: Tensor) -> None:
     """Note the version of a tensor in a graph being compiled, without adding to the graph."""
-    torch._dynamo.comptime.comptime(_note_version)
+    torch._dynamo.comptime.comptime(_store_version)
 
 
 def compare_graph_version(tensor: Tensor) -> None:
@@ -310,7 +310,7 @@ def was_written_in_graph() -> bool:
     return was_written
 
 
-def _note_version(context: Any) -> None:
+def _store_version(context: Any) -> None:
     stand_in = context.get_local("tensor").as_fake()
     _noted[stand_in] = None if stand_in.is_inference() else stand_in._version
 

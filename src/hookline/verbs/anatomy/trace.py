@@ -24,7 +24,7 @@ from hookline.engine import (
     while_tracing,
     without_function_modes,
 )
-from hookline.engine.function_names import functions_by_name, name_of
+from hookline.engine.function_names import functions_by_name, selector_name
 from hookline.engine.pytree import tree
 from hookline.verbs.shared.model_state import version
 from hookline.verbs.shared.run_model import call, copied
@@ -101,7 +101,7 @@ class ModuleCall:
 @while_tracing
 def _refuse_flex_attention(function: Any) -> None:
     """Refuse the kernel that compiles itself: a trace sees no call of it."""
-    if name_of(function) == "flex_attention":
+    if selector_name(function) == "flex_attention":
         raise TracingAttachError(
             "hl.anatomy must be given a model whose attention it can follow, got flex_attention,"
             " which compiles itself.\nBuild the model with another attention; of transformers:"
@@ -183,7 +183,7 @@ class Trace(TorchFunctionMode):
 
     def _add_event(self, func: Any, inputs: list[Value], made: Any, written: list[Tensor]) -> Event:
         path = self._running[-1].path if self._running else ""
-        name = name_of(func)
+        name = selector_name(func)
         event = Event(len(self.events), path, name, list(dict.fromkeys(inputs)))
         self.events.append(event)
         operation = f"{path}@{name}"

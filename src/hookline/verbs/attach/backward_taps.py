@@ -33,7 +33,7 @@ from hookline.engine import (
     at_end_of_backward,
     backward_number,
     call_frame,
-    call_refusing_writes,
+    call_gradient_function,
     hook_value_gradient,
     no_callback,
     outside_checkpoint,
@@ -157,7 +157,7 @@ class _RawBackwardTap(GradientTap):
             return None
         self.fired += 1
         try:
-            result = call_refusing_writes(
+            result = call_gradient_function(
                 lambda grads: self.function(module, *grads), (old, *rest), str(self.site)
             )
             return None if result is None else check_backward(result, old)

@@ -150,9 +150,9 @@ class _Dispatcher:
         self._lines: tuple[GlobalHooks, ...] = ()
         self._placed: dict[str, Registrations] = {}
 
-    def lines_here(self) -> list[GlobalHooks]:
+    def passes_of_context(self) -> list[GlobalHooks]:
         """List the lines that see the present thread and task."""
-        return [line for line in self._lines if line.passes.may_see()]
+        return [line for line in self._lines if line.passes.sees_context_or_backward()]
 
     def register_for(self, line: GlobalHooks) -> None:
         """Register the process-wide hooks that a line needs by now."""
@@ -168,7 +168,7 @@ class _Dispatcher:
         registrations = self._placed[group] = Registrations()
         try:
             for kind in _GROUPS[group]:
-                registrations.register_everywhere(kind, _HOOKS.get(kind) or _EventDispatcher(kind))
+                registrations.register_globally(kind, _HOOKS.get(kind) or _EventDispatcher(kind))
         except BaseException:  # Ctrl-C
             self._remove(group)
             raise
@@ -201,7 +201,7 @@ def _matching_hooks(kinds: tuple[str, ...], owner: Any) -> Iterator[_GlobalHook]
     """Yield the hooks of all lines here that match a module or optimizer."""
     if isinstance(owner, Operation):
         return  # stands for the calls of a function, and is no module of a model
-    for line in DISPATCHER.lines_here():
+    for line in DISPATCHER.passes_of_context():
         for hook in tuple(line.taps):
             if hook.kind in kinds and hook.matches(owner):
                 yield hook
@@ -271,7 +271,7 @@ def _note_fused_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
     )
     if has_hooks or not is_fused(layer, args, kwargs):
         return
-    for line in DISPATCHER.lines_here():
+    for line in DISPATCHER.passes_of_context():
         matchers = [hook.matches for hook in line.taps if hook.kind in ("forward_pre", *_ON_OUTPUT)]
         if any(matches(module) for matches in matchers for module in inner):
             line.note = _HIDDEN
@@ -328,7 +328,7 @@ class EverywhereHooks(Line):
     ) -> HookHandle:  # fmt: skip
         """Place a tap at each of these sites."""
         with self.new_handle(kind) as handle:
-            self.place([(make(site), node) for site, node in places], prepend=prepend)
+            self.register_taps([(make(site), node) for site, node in places], prepend=prepend)
             return handle
 
 

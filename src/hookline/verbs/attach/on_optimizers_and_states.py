@@ -253,7 +253,7 @@ class EventHooks(ModuleHooks):
         self._check_holds_parameters(optimizer)
         with self.new_handle(kind) as handle:
             try:
-                self.place([(tap, optimizer)])
+                self.register_taps([(tap, optimizer)])
             except AttributeError as error:  # torch's own names, which Optimizer.__init__ sets
                 raise AttachError(
                     f"line.{kind} must be given an optimizer with hooks, got {name}, which has not"

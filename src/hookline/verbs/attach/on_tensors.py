@@ -18,7 +18,7 @@ from hookline.engine import (
     PendingGradient,
     Selector,
     Site,
-    call_refusing_writes,
+    call_gradient_function,
     path_text,
 )
 from hookline.errors import AttachError, SelectionError
@@ -166,5 +166,5 @@ class _HookCallback(GradientCallback):
     def on_gradient(
         self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor
     ) -> Tensor | None:
-        new = call_refusing_writes(self._function, grad, self._where)
+        new = call_gradient_function(self._function, grad, self._where)
         return None if new is None else check_returns.check_gradient(new, grad, self._where)

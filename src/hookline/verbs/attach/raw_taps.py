@@ -19,8 +19,8 @@ from hookline.engine import (
     Tap,
     discard_hooks_of,
     is_inert,
+    iterated_taps,
     no_callback,
-    walked_over,
 )
 
 
@@ -55,14 +55,14 @@ class EventTap(Tap):
             return None
         self.fired += 1
         try:
-            walked_over.append(self)
+            iterated_taps.append(self)
             result = self.function(*values)
             return None if result is None else self.check(result, values)
         except Exception as error:
             self._note(error)
             raise
         finally:
-            self.leave_walk()
+            self.end_iteration()
 
     def retire(self) -> None:
         """Stop firing, and drop the user's function."""
@@ -120,10 +120,10 @@ class RawTap(OutputTap):
         result = self.function(*values)
         if result is None:
             if current.region is not None and self.is_comparable:
-                current.region.left(str(self.site))
+                current.region.record_no_change(str(self.site))
             return None
         if current.region is not None:
-            current.region.changed(str(self.site), values[1:], result)
+            current.region.record_change(str(self.site), values[1:], result)
         return self.check(result, values)
 
 
@@ -138,7 +138,7 @@ class AlwaysCalledTap(RawTap):
         if is_dynamo_compiling():
             return RawTap.fire(self, module, *values)
         try:
-            walked_over.append(self)
+            iterated_taps.append(self)
             return RawTap.fire(self, module, *values)
         finally:
-            self.leave_walk()
+            self.end_iteration()

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
-    Calls,
     HookSpec,
     Order,
     Pass,
     Passes,
+    RunningCalls,
     Site,
     Tap,
     call_frame,
@@ -43,7 +43,7 @@ class _Pushed(threading.local):
     """The calls of a module in a thread that have pushed saved-tensor hooks."""
 
     def __init__(self) -> None:
-        self.calls = Calls()
+        self.calls = RunningCalls()
 
 
 @final
@@ -72,9 +72,9 @@ class SavedTap(Tap):
         if current is None:
             return
         if current.region is not None:
-            current.region.changed(str(self.site), None, None)
+            current.region.record_change(str(self.site), None, None)
         calls, frame = self._pushed.calls, call_frame(sys._getframe(1))
-        self._pop_hooks(calls.drop_dead(frame.f_back))
+        self._pop_hooks(calls.drop_ended(frame.f_back))
         is_for_nothing = (
             current.recomputation is not None and not current.recomputation.has_gradients
         )
@@ -124,7 +124,7 @@ class SavedTap(Tap):
 
     def closer(self) -> str | None:
         """Return the method that must still pop the hooks of calls under way; None without any."""
-        self._pop_hooks(self._pushed.calls.drop_dead(sys._getframe(1)))  # calls that Ctrl-C ended
+        self._pop_hooks(self._pushed.calls.drop_ended(sys._getframe(1)))  # calls that Ctrl-C ended
         return "end" if self._n_open else None
 
     def when_closed(self, then: Callable[[], None]) -> None:

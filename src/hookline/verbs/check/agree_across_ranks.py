@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hookline.display.text import first_line
-from hookline.engine import TIMEOUT_S, gather_json, ranks_of
+from hookline.engine import TIMEOUT_S, gather_json, group_ranks
 from hookline.errors import RanksError
 from hookline.verbs.check.finding import CheckFinding
 
@@ -51,7 +51,7 @@ def earliest(finding: CheckFinding | None, timeout: float = TIMEOUT_S) -> CheckF
         finding: this rank's finding, if it has one.
         timeout: how long to wait for the other ranks, in seconds.
     """
-    ranks = ranks_of(None, _QUESTION)
+    ranks = group_ranks(None, _QUESTION)
     if len(ranks) < 2:
         return finding
     try:

@@ -103,8 +103,8 @@ class BackwardChecks:
         steps = OptimizerSteps(
             lambda _: self._passes.sees_backward(), self.check_at_step, _do_nothing
         )
-        registrations.register_everywhere("step_pre", steps.before)
-        registrations.register_everywhere("backward", self.backward_begins)
+        registrations.register_globally("step_pre", steps.before)
+        registrations.register_globally("backward", self.backward_begins)
 
     def backward_begins(self, roots: Sequence[Any], grads: Sequence[Any]) -> Callable[[], None]:
         """Look at the loss before a backward frees its graph: a hook on each run of autograd."""

@@ -188,7 +188,7 @@ class ForwardChecks:
                 self._changing.copies_inputs |= run.start.are_inputs_overwritten()
                 self._changing.learn()
             current.log = []
-            current.note = current.log.append
+            current.log_entry = current.log.append
             run.output = None
             if run.first_node is not None:
                 self.node_numbers.add_run(

@@ -23,7 +23,6 @@ from hookline.engine import (
     Order,
     Passes,
     Registrations,
-    as_recomputation,
     force_eager,
     is_scripted,
     module_tree,
@@ -31,6 +30,7 @@ from hookline.engine import (
     own_buffers,
     own_parameters,
     path_text,
+    treat_runs_as_recomputation,
     unwrap,
     unwrap_compiled,
     without_modes,
@@ -183,7 +183,11 @@ class Replay:
         args, kwargs = start.args, start.kwargs
         if run.has_grad:
             args, kwargs = tree.map_tensors(self._without_graph, (args, kwargs))
-        with as_recomputation(self._passes), start.restored(self._root), self._recording_calls():
+        with (
+            treat_runs_as_recomputation(self._passes),
+            start.restored(self._root),
+            self._recording_calls(),
+        ):
             self._name_weights_and_inputs(args, kwargs)
             anomaly = torch.autograd.set_detect_anomaly(run.has_grad, check_nan=False)
             # What is compiled in place would be compiled anew, with the hooks of the repetition.
@@ -228,7 +232,7 @@ class Replay:
         # A checkpoint runs its modules again, in the backward.
         self._is_backward = True
         with (
-            as_recomputation(self._passes),
+            treat_runs_as_recomputation(self._passes),
             restore_state(list(self._root.modules())),
             self._recording_calls(),
             torch.autograd.set_detect_anomaly(True, check_nan=False),
@@ -297,7 +301,7 @@ class Replay:
             if not self._is_backward:
                 self._compare_output(node.path, output, is_new=any(mark.is_empty for mark in marks))
 
-        registrations.place([(AroundCall(begin, end, (Order.HOOK, Order.RECORD)), node)])
+        registrations.register_taps([(AroundCall(begin, end, (Order.HOOK, Order.RECORD)), node)])
 
     def _compare_output(self, path: str, output: Any, *, is_new: bool) -> None:
         if is_new:

@@ -26,7 +26,7 @@ from hookline.engine import (
     is_flat_parameter,
     local_part,
     path_text,
-    split_parameters,
+    tensor_parallel_parameters,
 )
 from hookline.errors import AttachError, warn
 from hookline.verbs.attach.raw_line import RawLine
@@ -98,7 +98,7 @@ class ClipLine(FinalizingLine[RawLine]):
                 )
             check_same_sites_on_ranks([site for site, _ in weights], tensors)
         if between and self._limit.kind == "norm" and isinstance(self._line.root, nn.Module):
-            split = split_parameters(self._line.root)
+            split = tensor_parallel_parameters(self._line.root)
             self._limit.is_split = bool(split)
             check_same_sites_on_ranks([site for site, _ in between], split)
         with self._line.all_or_nothing():

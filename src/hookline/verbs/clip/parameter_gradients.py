@@ -20,12 +20,12 @@ from hookline.engine import (
     Site,
     at_end_of_backward,
     backward_number,
+    format_by_rank,
     gather_full,
     gather_json,
     is_dtensor,
     norms_of_each,
     outer_backward_number,
-    say_by_rank,
 )
 from hookline.errors import AttachError, RanksError, warn
 from hookline.util.fork_safe_lock import fork_safe_lock
@@ -195,7 +195,7 @@ def check_same_sites_on_ranks(sites: Sequence[Site], parameters: Sequence[Tensor
     if any(names != sites_by_rank[0] for names in sites_by_rank):
         raise RanksError(
             f"{question} must select the same sites on every rank, got"
-            f" {say_by_rank(sorted(ranks), texts)}."
+            f" {format_by_rank(sorted(ranks), texts)}."
             "\nSelect the same on every rank: the norm is over all of them."
         )
 

@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import Tensor
 
 from hookline.display.text import first_line, plural
-from hookline.engine import ROOT, Site, glob, path_text, say_by_rank
+from hookline.engine import ROOT, Site, format_by_rank, glob, path_text
 from hookline.engine.pytree import tree
 from hookline.errors import AmbiguousError, HooklineError, InputError, check_one_of
 from hookline.recordings import Recording
@@ -180,7 +180,7 @@ def _has_no_replicas(parts: Mapping[int, Any], dim: Dim) -> bool:
 def _passes_problem(ranks: Mapping[int, Recording]) -> str:
     """Say that the ranks have different numbers of passes, and what to compare instead."""
     counts = [len(passes_with_values(rank)) for rank in ranks.values()]
-    said = say_by_rank(ranks, [plural(count, "pass", "passes") for count in counts])
+    said = format_by_rank(ranks, [plural(count, "pass", "passes") for count in counts])
     most = list(ranks)[counts.index(max(counts))]
     return f"{said}; compare one pass of a rank, hl.open(folder).ranks[{most}].passes[0]"
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hookline.curves import Curves
 from hookline.data.array_files import open_arrays
 from hookline.display.text import plural
-from hookline.engine import ROOT, Site, parse_site, path_text, paths_above, say_by_rank
+from hookline.engine import ROOT, Site, format_by_rank, parse_site, path_text, paths_above
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings
 from hookline.errors import InputError, SelectionError
@@ -246,7 +246,7 @@ def check_passes_of_ranks(side: Side, name: str) -> None:
     is_pipeline = any(rank.modules != side.ranks[0].modules for rank in side.ranks)
     if len(set(counts)) < 2 or is_pipeline:
         return
-    said = say_by_rank(range(len(counts)), [plural(count, "pass", "passes") for count in counts])
+    said = format_by_rank(range(len(counts)), [plural(count, "pass", "passes") for count in counts])
     raise InputError(
         f"{name} must have the same passes on all ranks, got {said}.\nGive one pass of one rank,"
         f" hl.open(folder).ranks[{counts.index(max(counts))}].passes[0]; or record the inputs, so"

@@ -27,7 +27,7 @@ from hookline.engine.report.why_silent import (
     UNKNOWN,
     Why,
     custom_call_reason,
-    never_called,
+    never_called_reason,
     uncalled_operation_reason,
 )
 from hookline.verbs.doctor.diagnosis import SiteVerdict
@@ -61,7 +61,9 @@ class Facts:
 
 def verdict_on(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> SiteVerdict:
     """Return the verdict on a site."""
-    always = _takes_no_gradient(node) if isinstance(node, ParameterNode) else never_called(node)
+    always = (
+        _takes_no_gradient(node) if isinstance(node, ParameterNode) else never_called_reason(node)
+    )
     if always is not None:
         return SiteVerdict(site, 0, *always)
     run = facts.run

@@ -30,7 +30,7 @@ from hookline.engine import (
     module_tree,
     no_callback,
     path_text,
-    snapshot,
+    snapshot_detached,
     version_counter,
 )
 from hookline.engine.pytree import describe, tree
@@ -235,7 +235,7 @@ def _noting_callback(site: Site, run: TrialRun) -> Bound:
     def after(current: Pass, value: Any) -> None:
         run.values.setdefault(key, SiteValue()).note(value, is_compiled=True)
 
-    return SplitCallback(callback, snapshot, after)
+    return SplitCallback(callback, snapshot_detached, after)
 
 
 def _forward_places(places: list[SitedNode]) -> list[SitedNode]:

@@ -23,8 +23,8 @@ from hookline.engine import (
     Selector,
     Site,
     bind_own_defaults,
-    call_read_only,
-    call_refusing_writes,
+    call_gradient_function,
+    call_undoing_writes,
     ports_for,
 )
 from hookline.engine.pytree import describe
@@ -257,7 +257,7 @@ class _NoOpDetector:
 
     def _edit_value(self, change: Callable[..., Any], value: Any, **extra: Any) -> Any:
         change = partial(change, **extra) if extra else change
-        new = call_read_only(change, value, self._in_place_error, self._missing_return_error)
+        new = call_undoing_writes(change, value, self._in_place_error, self._missing_return_error)
         return new if is_dynamo_compiling() else self._note_change(new)
 
     def edit_gradient(self, change: Callable[..., Any], current: Pass, call: int, grad: Any) -> Any:
@@ -268,13 +268,13 @@ class _NoOpDetector:
 
     def _edit_gradient(self, change: Callable[..., Any], grad: Any, **extra: Any) -> Any:
         change = partial(change, **extra) if extra else change
-        return self._note_change(call_refusing_writes(change, grad, self.where))
+        return self._note_change(call_gradient_function(change, grad, self.where))
 
     def edit_in_graph(self, change: Callable[..., Any], grad: Any) -> Any:
         """Call the function on a gradient in compiled code."""
         if self.places is not None:
             self.places.refuse_gradient()
-        return call_read_only(change, grad, self._in_place_error, self._missing_return_error)
+        return call_undoing_writes(change, grad, self._in_place_error, self._missing_return_error)
 
     def _note_change(self, new: Any) -> Any:
         if new is None:
@@ -367,7 +367,7 @@ def _value_changer(change: Callable[[Any], Any], detector: _NoOpDetector) -> Cal
         new = detector.edit_value(change, current, value)
         if new is None:
             if current.region is not None:
-                current.region.left(where)
+                current.region.record_no_change(where)
             return None
         difference = describe.difference(value, new)
         if difference:
@@ -378,7 +378,7 @@ def _value_changer(change: Callable[[Any], Any], detector: _NoOpDetector) -> Cal
                 " ':output[0]'), or use a raw hook: hl.attach(model), line.forward(...)."
             )
         if current.region is not None:
-            current.region.changed(where, value, new)
+            current.region.record_change(where, value, new)
         return new
 
     return callback

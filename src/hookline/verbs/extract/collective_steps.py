@@ -12,7 +12,7 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 
 from hookline.display.text import type_and_line
-from hookline.engine import default_store, gather_json, has_process_group, say_by_rank
+from hookline.engine import default_store, format_by_rank, gather_json, has_process_group
 from hookline.errors import RanksError
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class Ranks:
         if failed:
             raise RanksError(
                 "hl.extract must succeed on every rank, got an error on another:"
-                f" {say_by_rank(failed, failed.values())}"
+                f" {format_by_rank(failed, failed.values())}"
                 "\nMend that error, and start again: shards that are written are kept."
             )
         return [result for result, _ in answers]

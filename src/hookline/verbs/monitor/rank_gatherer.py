@@ -18,11 +18,11 @@ from hookline.curves.run_folder import statistic_to_json
 from hookline.display.text import first_line, listed
 from hookline.engine import (
     default_store,
+    format_by_rank,
     gather_json,
+    group_ranks,
     has_process_group,
-    ranks_of,
-    say_by_rank,
-    split_ranks,
+    tensor_parallel_ranks,
 )
 from hookline.errors import RanksError, warn
 from hookline.statistics.covariance import CovarianceStatistic
@@ -164,14 +164,14 @@ class RankGatherer:
         Raises:
             RanksError: a rank monitors something else.
         """
-        model, ranks = self._model(), ranks_of(None, _QUESTION)
+        model, ranks = self._model(), group_ranks(None, _QUESTION)
         store, me = default_store(), dist.get_rank()
         said = {
             "statistics": [_statistic_text(statistic) for statistic in self._statistics],
             "settings": at.settings,
             "sites": self._slots.selected_names(),
             "model": "" if model is None else _module_digest(model),
-            "split": [] if model is None else split_ranks(model),
+            "split": [] if model is None else tensor_parallel_ranks(model),
             # Each process counts its monitors, and may have others than rank 0.
             "number": store.add("hookline/monitors", 1) if me == ranks[0] else 0,
         }
@@ -186,7 +186,7 @@ class RankGatherer:
     def _agree_on_layout(self, sites: list[SiteSlots], version: int) -> None:
         """Agree on the layout of all ranks: the sites of rank 0, then those of other ranks."""
         rows = [_Site.of(site) for site in sites]
-        by_rank = gather_json(_QUESTION, rows, ranks_of(None, _QUESTION))
+        by_rank = gather_json(_QUESTION, rows, group_ranks(None, _QUESTION))
         self._by_name = {}
         for rank, rows_there in enumerate(by_rank):
             for site in itertools.starmap(_Site, rows_there):
@@ -290,7 +290,7 @@ def _check_alike(what: str, texts: list[str]) -> None:
     """
     if len(set(texts)) > 1:
         raise RanksError(
-            f"the ranks monitor different {what}: {say_by_rank(range(len(texts)), texts)}."
+            f"the ranks monitor different {what}: {format_by_rank(range(len(texts)), texts)}."
             "\nCall hl.monitor with the same arguments on every rank."
         )
 
@@ -302,7 +302,7 @@ def _warn_of_slot_counts(by_name: dict[str, dict[int, _Site]]) -> None:
         if len(set(widths.values())) > 1:
             warn(
                 f"hl.monitor merges {name} of those ranks alone that have as many slots as rank"
-                f" {min(widths)}: {say_by_rank(widths, widths.values())} slots."
+                f" {min(widths)}: {format_by_rank(widths, widths.values())} slots."
                 "\nGive stats= whose slots are as many for values of any shape: hl.stats.moments()."
             )
             return

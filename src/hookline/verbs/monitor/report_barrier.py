@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, final
 
-from hookline.engine import TIMEOUT_S, failures_of, say_by_rank, wait_for_keys
+from hookline.engine import TIMEOUT_S, failures_by_rank, format_by_rank, wait_for_keys
 from hookline.errors import RanksError
 
 # How long ranks wait for one that does not come. Its validation may take that long.
@@ -94,11 +94,11 @@ class ReportBarrier:
             if len(set(at.values())) > 1:
                 self._set_verdict(base, _differing_text(at))
             elif time.monotonic() > until:
-                failed = failures_of(missing)
+                failed = failures_by_rank(missing)
                 texts = [failed.get(rank, "did not come") for rank in missing]
                 self._set_verdict(
                     base,
-                    f"after {patience:g} s, {say_by_rank(missing, texts)}."
+                    f"after {patience:g} s, {format_by_rank(missing, texts)}."
                     "\nLook at the output of that rank. Make the same steps on every rank.",
                 )
 
@@ -114,6 +114,6 @@ class ReportBarrier:
 def _differing_text(at: dict[int, str]) -> str:
     at = dict(sorted(at.items()))
     return (
-        f"the ranks report different steps: {say_by_rank(at, at.values())}."
+        f"the ranks report different steps: {format_by_rank(at, at.values())}."
         "\nMake the same steps on every rank, with the same every=, line.first and line.step."
     )

@@ -7,7 +7,7 @@ import threading
 from types import FrameType
 from typing import final
 
-from hookline.engine import Calls
+from hookline.engine import RunningCalls
 
 
 @final
@@ -20,7 +20,7 @@ class RunningSteps(threading.local):
     """
 
     def __init__(self) -> None:
-        self._calls = Calls()
+        self._calls = RunningCalls()
         # The ids of the parameters of each, and whether it counts.
         self._entries: list[tuple[frozenset[int], bool]] = []
 
@@ -32,7 +32,7 @@ class RunningSteps(threading.local):
             held: the ids of the optimizer's parameters.
             is_skipped: whether the optimizer will change nothing.
         """
-        self._calls.drop_dead(frame.f_back)  # torch calls no hook after a step that raises
+        self._calls.drop_ended(frame.f_back)  # torch calls no hook after a step that raises
         del self._entries[len(self._calls) :]
         counts = not is_skipped and not any(held <= outer for outer, _ in self._entries)
         self._calls.begin(frame)

@@ -175,7 +175,7 @@ class _MeasuringGradOutputTap(GradOutputTap):
         # A copy of the tap has no `on`. It goes on, and is removed there.
         if not is_inert(self):
             slots = self.on.slots
-            if not slots.has_run and self.passes.is_here():
+            if not slots.has_run and self.passes.sees_this_context():
                 slots.note_run()
             if not slots.is_on:
                 return None
@@ -200,7 +200,7 @@ class _MeasuringGradInputTap(GradInputTap):
         """Wait for the gradients of the inputs: the forward-pre hook."""
         if not is_dynamo_compiling() and not is_inert(self):
             slots = self.on.slots
-            if not slots.has_run and self.passes.is_here():
+            if not slots.has_run and self.passes.sees_this_context():
                 slots.note_run()
             if not slots.is_on:
                 return None

@@ -127,7 +127,7 @@ class _CallStack:
         """Register the hooks that keep the stack of calls."""
         begin, end = partial(self._enter, path), partial(self._leave, path)
         around = AroundCall(begin, end, (Order.JOIN, Order.END))
-        registrations.place([(around, ModuleNode(path, module, 0))])
+        registrations.register_taps([(around, ModuleNode(path, module, 0))])
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         above = self._stack[-1]

@@ -133,13 +133,13 @@ class Profile(FinalizingLine[Line], Result):
             line.attached.append(AtEnd(partial(STOPWATCH.readers.discard, id(ledger))))
             STOPWATCH.readers.add(id(ledger))
             regions.open([module for module in model.modules() if holds_compiled_call(module)])
-            registrations.register_everywhere("step_pre", steps.before)
-            registrations.register_everywhere("step_post", steps.after)
+            registrations.register_globally("step_pre", steps.before)
+            registrations.register_globally("step_post", steps.after)
             for node in tapped:
                 site = Site(node.path, module_type=type(node.module).__name__)
-                registrations.place([(ProfileTap(site, line.passes, ledger), node)])
+                registrations.register_taps([(ProfileTap(site, line.passes, ledger), node)])
                 if is_fsdp2(node.module):
-                    registrations.place([(ShardedTap(site, line.passes, ledger), node)])
+                    registrations.register_taps([(ShardedTap(site, line.passes, ledger), node)])
 
     # -- the end ----------------------------------------------------------------------------------
 

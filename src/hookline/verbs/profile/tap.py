@@ -179,12 +179,12 @@ class ShardedTap(Tap):
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Charge collectives: the hook before that of FSDP2."""
-        if not is_dynamo_compiling() and self.passes.is_here():
+        if not is_dynamo_compiling() and self.passes.sees_this_context():
             self._ledger.own_lane().gather_begins()
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Charge collectives: the hook before that of FSDP2 after the forward."""
-        if not is_dynamo_compiling() and self.passes.is_here():
+        if not is_dynamo_compiling() and self.passes.sees_this_context():
             self._ledger.own_lane().reshard_begins(output)
 
 
@@ -234,7 +234,7 @@ class CompiledRegions:
             call.account.lane.leave(call)
             call.account.lane.finish(call, output)
 
-    def explain(self, error: BaseException) -> None:
+    def add_error_note(self, error: BaseException) -> None:
         """Say nothing of an error."""
 
 
@@ -277,7 +277,7 @@ def optimizer_steps(ledger: Ledger, passes: Passes, parameters: set[int]) -> Opt
     """Return hooks that charge the steps of the optimizers that hold a parameter of the model."""
 
     def is_mine(optimizer: Optimizer) -> bool:
-        if is_dynamo_compiling() or not passes.is_here():
+        if is_dynamo_compiling() or not passes.sees_this_context():
             return False
         return not parameters.isdisjoint(parameter_ids(optimizer))
 

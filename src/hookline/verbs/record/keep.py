@@ -15,14 +15,14 @@ from hookline.display.text import type_and_line
 from hookline.engine import (
     Pass,
     Site,
-    Unversioned,
+    UnversionedMemory,
     bind_own_defaults,
-    call_to_measure,
+    call_measuring_function,
     clone_locally,
     every_tensor,
-    graph_snapshot,
     local_shards,
-    snapshot,
+    snapshot_detached,
+    snapshot_with_graph,
     tensor_holder,
     unwrap_all_transforms,
 )
@@ -104,11 +104,14 @@ def keeps_plain_values(options: Keep) -> bool:
 
 def graph_part_of_keep(options: Keep) -> Callable[[Any], Any] | None:
     """Return the part of keeping a value that runs in compiled code; None for a plain copy."""
-    keep, copied = options.get("keep"), snapshot if options.get("detach", True) else graph_snapshot
+    keep, copied = (
+        options.get("keep"),
+        snapshot_detached if options.get("detach", True) else snapshot_with_graph,
+    )
     if keep is None:
-        return None if copied is snapshot else copied
+        return None if copied is snapshot_detached else copied
     return lambda value: copied(
-        call_to_measure(partial(call_in_float32, keep), value, _write_error)
+        call_measuring_function(partial(call_in_float32, keep), value, _write_error)
     )
 
 
@@ -123,7 +126,7 @@ class Keeper:
 
     __slots__ = ("_copy", "_detach", "_keep", "_move", "_unversioned")
 
-    def __init__(self, options: Keep, unversioned: Unversioned | None) -> None:
+    def __init__(self, options: Keep, unversioned: UnversionedMemory | None) -> None:
         self._keep = options.get("keep")
         self._move = options.get("device"), options.get("dtype")
         self._detach = options.get("detach", True)
@@ -164,7 +167,7 @@ class Keeper:
             value = tree.map_tensors(Tensor.detach, value)
         try:
             # keep= gets this rank's part, and so communicates with no other rank.
-            result = call_to_measure(
+            result = call_measuring_function(
                 partial(call_in_float32, keep), local_shards(value), _write_error
             )
         except Exception as error:
@@ -183,7 +186,7 @@ class Keeper:
     def _must_copy(self, current: Pass, tensor: Tensor) -> bool:
         if self._copy is not None or self._unversioned is None:
             return bool(self._copy)
-        return tensor.is_inference() or self._unversioned.has(current, tensor)
+        return tensor.is_inference() or self._unversioned.contains(current, tensor)
 
     def _keep_tensor(
         self, tensor: Tensor, copied: bool, copies: list[tuple[Tensor, Tensor]]

@@ -71,7 +71,7 @@ class KeepGradient(GradientCallback):
             was = stamp(value)
         run = outer_backward_number()
         if pending.form is None:
-            current.note((self._number, value, was, pending.call, run, self._parameter_norm()))
+            current.log_entry((self._number, value, was, pending.call, run, self._parameter_norm()))
             return
         reference = pending.gathered[run]
         gathered = None if reference is None else reference()
@@ -79,12 +79,12 @@ class KeepGradient(GradientCallback):
             gathered = PartialGradients(pending.form)
             # The recording alone holds it: an object of the graph's hooks must not hold the graph.
             pending.gathered[run] = weakref.ref(gathered)
-            current.note((self._number, gathered, None, pending.call, run))
+            current.log_entry((self._number, gathered, None, pending.call, run))
         gathered.parts[slot] = value, was
 
     def on_no_gradient(self, current: Pass, pending: PendingGradient) -> None:
         """Keep None in the value's structure, because no gradient will arrive."""
-        current.note((self._number, outlines.fill(pending.form, {}), None, pending.call))
+        current.log_entry((self._number, outlines.fill(pending.form, {}), None, pending.call))
 
     def _parameter_norm(self) -> Tensor | None:
         parameter = None if self._parameter is None else self._parameter()
@@ -144,4 +144,4 @@ class PlainGradTap(GradOutputTap):
             grad, _ = unwrap_legacy_vmap(grad)
         if grad.requires_grad:
             grad = grad.detach()
-        current.note((self.index, grad, grad._version, call, backward_number()))
+        current.log_entry((self.index, grad, grad._version, call, backward_number()))

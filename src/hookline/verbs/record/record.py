@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
-    LINE,
+    CACHE_LINE_BITS,
     BlockwiseCallback,
     Bound,
     Callback,
@@ -28,12 +28,12 @@ from hookline.engine import (
     Site,
     SplitCallback,
     Tap,
-    Unversioned,
+    UnversionedMemory,
     is_uncompiled_leaf,
-    makes_new_memory,
     no_callback,
     outside_checkpoint,
     ports_for,
+    returns_new_memory,
 )
 from hookline.engine.run_settings import SettingsReader
 from hookline.errors import SelectionError, check_option_names, warn
@@ -262,9 +262,11 @@ class _Recorder:
         self, line: Line, selection: Selection, options: Keep, after: Callable[[Site], None] | None
     ) -> None:
         sites, places, nodes = selection.sites, selection.places, line.module_tree.nodes
-        unversioned = Unversioned(line.root, len(nodes)) if options.get("copy") is None else None
+        unversioned = (
+            UnversionedMemory(line.root, len(nodes)) if options.get("copy") is None else None
+        )
         self._unversioned = unversioned
-        self._computing = frozenset(filter(makes_new_memory, line.module_tree.kinds))
+        self._computing = frozenset(filter(returns_new_memory, line.module_tree.kinds))
         self._passes = line.passes
         self._after = after
         self._places = enumerate(places)  # `bind` is called once for each site, in this order
@@ -397,7 +399,7 @@ class _PlainTap(OutputTap):
     kept: Keeper  # keeps the values that the fast way cannot
     # Tells whether an output may change without a new version. None where it cannot, as for a
     # module that returns new memory.
-    unversioned: Unversioned | None
+    unversioned: UnversionedMemory | None
     may_hand_on: bool  # whether the module may return the value that was kept just before
 
     def fire_slowly(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -410,12 +412,12 @@ class _PlainTap(OutputTap):
     def collect(self, current: Pass, run: CompiledRun) -> None:
         """Keep the detached copies that compiled code has made."""
         traced = self.traced
-        if traced is not None and traced.caught is not None:
-            caught, traced.caught = traced.caught, None
+        if traced is not None and traced.captured is not None:
+            captured, traced.captured = traced.captured, None
             if not run.is_again:
-                self.fired += len(caught)
-                for value in caught:
-                    current.note((self.number, value, None))
+                self.fired += len(captured)
+                for value in captured:
+                    current.log_entry((self.number, value, None))
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> None:
         """Keep the output: the forward hook."""
@@ -434,9 +436,12 @@ class _PlainTap(OutputTap):
             ):
                 unversioned_lines = current.unversioned
                 if unversioned_lines is None:
-                    unversioned_lines = self.unversioned.lines_in(current)
+                    unversioned_lines = self.unversioned.cache_lines(current)
                 # storage_offset comes first: data_ptr takes twice as long.
-                if output.storage_offset() or output.data_ptr() >> LINE in unversioned_lines:
+                if (
+                    output.storage_offset()
+                    or output.data_ptr() >> CACHE_LINE_BITS in unversioned_lines
+                ):
                     self.fire_slowly(module, args, output)
                     return
         except RuntimeError:  # it has no version counter, or no memory of its own
@@ -445,7 +450,7 @@ class _PlainTap(OutputTap):
         self.fired += 1
         if output.requires_grad:
             output = output.detach()
-        current.note((self.number, output, version))
+        current.log_entry((self.number, output, version))
 
 
 def _may_return_input(module: nn.Module) -> bool:
@@ -464,7 +469,7 @@ def _keeping_callback(number: int, keeper: Keeper, site: Site) -> Callback:
         else:
             with outside_checkpoint(current.region):
                 result, was = keeper(current, value, site)
-        current.note((number, result, was))
+        current.log_entry((number, result, was))
 
     return callback
 

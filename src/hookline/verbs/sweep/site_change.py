@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.text import plural
-from hookline.engine import Site, call_read_only
+from hookline.engine import Site, call_undoing_writes
 from hookline.engine.pytree import describe, tree
 from hookline.errors import NotRecordedError, StructureError
 from hookline.verbs.edit.patches import in_form_of
@@ -70,7 +70,7 @@ class SiteChange:
         # As in an edit that lasts for one forward: each is the first of its line.
         moment = (Moment(0, call),) if getattr(self.change, "wants_moment", False) else ()
         function = self._function
-        new = call_read_only(
+        new = call_undoing_writes(
             lambda value: function(value, *moment), value, self._write_error, self._write_error
         )
         if new is None:

@@ -33,7 +33,7 @@ from hookline.engine import (
     local_shards,
     outside_checkpoint,
     path_text,
-    snapshot,
+    snapshot_detached,
     unwrap_all_transforms,
 )
 from hookline.engine.pytree import describe, tree
@@ -107,7 +107,9 @@ class Watch(FinalizingLine[Line]):
                 )
             compiled = printer.compiled_output_printer(site, label_width)
             return BlockwiseCallback(
-                SplitCallback(printer.output_printer(site, label_width), snapshot, compiled)
+                SplitCallback(
+                    printer.output_printer(site, label_width), snapshot_detached, compiled
+                )
             )
 
         line = self._line
@@ -116,7 +118,7 @@ class Watch(FinalizingLine[Line]):
             for node in {id(node): node for _, node in starts}.values():
                 if not is_scripted(node.module):
                     clock = ClockTap(line.passes, printer.running, STOPWATCH)
-                    placements.place([(clock, node)])
+                    placements.register_taps([(clock, node)])
 
 
 @final

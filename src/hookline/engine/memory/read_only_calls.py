@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.memory.unversioned import is_freed
+from hookline.engine.memory.unversioned_memory import is_freed
 from hookline.engine.passes.modes import unwrap_all_transforms
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.hidden_tensors import every_tensor
@@ -23,13 +23,13 @@ from hookline.engine.pytree.identity_map import IdentityMap
 from hookline.engine.torch_private.autograd import hook_gradient
 from hookline.engine.torch_private.dynamo import (
     compare_graph_version,
-    note_graph_version,
+    store_graph_version,
     was_written_in_graph,
 )
 from hookline.errors import StructureError
 
 
-def call_read_only(
+def call_undoing_writes(
     function: Callable[[Any], Any],
     value: Any,
     refusal: Callable[[], StructureError],
@@ -56,7 +56,7 @@ def call_read_only(
             returned None.
     """
     if is_dynamo_compiling():
-        return _call_in_graph(function, value, refusal)
+        return _call_in_compiled_code(function, value, refusal)
     value = _without_inference_tensors(value)
     tensors = every_tensor(value)
     before = [_TensorSnapshot(tensor) for tensor in tensors]
@@ -74,7 +74,7 @@ def call_read_only(
     return new
 
 
-def call_to_measure(
+def call_measuring_function(
     function: Callable[[Any], Any], value: Any, refusal: Callable[[], StructureError]
 ) -> Any:
     """Call a function that measures a value. Writes to its tensors are refused, not undone.
@@ -91,7 +91,7 @@ def call_to_measure(
         StructureError: the function wrote to a tensor of the value.
     """
     if is_dynamo_compiling():
-        return _call_in_graph(function, value, refusal)
+        return _call_in_compiled_code(function, value, refusal)
     tensors = [
         unwrap_all_transforms(part) for part in every_tensor(value) if not part.is_inference()
     ]
@@ -102,12 +102,12 @@ def call_to_measure(
     return result
 
 
-def _call_in_graph(
+def _call_in_compiled_code(
     function: Callable[[Any], Any], value: Any, refusal: Callable[[], StructureError]
 ) -> Any:
-    graph_tensors = _graph_tensors(value)
+    graph_tensors = _tensors_in_compiled_code(value)
     for tensor in graph_tensors:
-        note_graph_version(tensor)
+        store_graph_version(tensor)
     new = function(value)
     for tensor in graph_tensors:
         compare_graph_version(tensor)
@@ -116,24 +116,26 @@ def _call_in_graph(
     return new
 
 
-def _graph_tensors(value: Any) -> list[Tensor]:
+def _tensors_in_compiled_code(value: Any) -> list[Tensor]:
     """Return the tensors of a value in compiled code; one that it holds twice comes twice."""
     if isinstance(value, Tensor):
         return [value]
-    return [tensor for _, part in tree.items(value) or () for tensor in _graph_tensors(part)]
+    return [
+        tensor for _, part in tree.items(value) or () for tensor in _tensors_in_compiled_code(part)
+    ]
 
 
 def _without_inference_tensors(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _copy(value) if value.is_inference() else value
+        return _clone_with_version(value) if value.is_inference() else value
     copies: IdentityMap[Tensor] = IdentityMap()
     for _, tensor in tree.tensors(value):
         if tensor.is_inference():
-            copies[tensor] = _copy(tensor)
+            copies[tensor] = _clone_with_version(tensor)
     return tree.replace_tensors(value, copies, tuples_only=False) if copies else value
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _clone_with_version(tensor: Tensor) -> Tensor:
     with torch.inference_mode(False):  # a tensor made in inference mode has no version
         return tensor.clone()
 
@@ -142,18 +144,18 @@ def _copy(tensor: Tensor) -> Tensor:
 class _TensorSnapshot:
     """The state of a tensor before the call of a function that might write to it."""
 
-    __slots__ = ("_copy", "_inner", "_node", "_tensor", "_version")
+    __slots__ = ("_clone_with_version", "_inner", "_node", "_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._inner = unwrap_all_transforms(tensor)
         self._version = None if tensor.is_inference() else self._inner._version
         self._node = tensor.grad_fn
-        self._copy: Tensor | None = None
+        self._clone_with_version: Tensor | None = None
         if not is_freed(self._inner):
             # Some kinds of tensors cannot be copied. A write to them is refused all the same.
             with contextlib.suppress(RuntimeError, TypeError), torch.no_grad():
-                self._copy = tensor.clone()
+                self._clone_with_version = tensor.clone()
 
     def is_written(self) -> bool:
         """Tell whether the tensor has been written to since."""
@@ -161,7 +163,7 @@ class _TensorSnapshot:
 
     def restore(self, refusal: Callable[[], StructureError]) -> None:
         """Restore the tensor's numbers, since the caller may hold the tensor."""
-        tensor, original = self._tensor, self._copy
+        tensor, original = self._tensor, self._clone_with_version
         with contextlib.suppress(RuntimeError, TypeError), torch.no_grad():
             if original is not None:
                 tensor.copy_(original)

@@ -37,11 +37,11 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 # Memory is compared by cache lines of 64 bytes. Plain addresses are all multiples of 64, so they
 # would collide in a set, which makes look-ups ten times slower. If one of two tensors on a line is
 # unversioned, both count as unversioned, which costs a copy.
-LINE = 6
+CACHE_LINE_BITS = 6
 # fmt: on
 
 
-def makes_new_memory(kind: type[nn.Module]) -> bool:
+def returns_new_memory(kind: type[nn.Module]) -> bool:
     """Tell whether a class's forward returns no memory of a parameter or an input."""
     return getattr(kind, "forward", None) in _COMPUTING
 
@@ -50,7 +50,7 @@ _EVERYTHING = range(1 << 64)  # all memory
 
 
 @final
-class Unversioned:
+class UnversionedMemory:
     """The memory of a model that may change without a version counter.
 
     This memory is that of the model's parameters and buffers. With sharded weights, in a process
@@ -75,22 +75,22 @@ class Unversioned:
         current.unversioned = _EVERYTHING
         return True
 
-    def has(self, current: Any, tensor: Tensor) -> bool:
+    def contains(self, current: Any, tensor: Tensor) -> bool:
         """Tell whether the memory of a tensor of this pass may change without its version."""
         unversioned = current.unversioned
         if unversioned is None:
-            unversioned = self.lines_in(current)
+            unversioned = self.cache_lines(current)
         # FSDP gathers parameters in its own memory, and another model's parameter is trained, too.
         if type(tensor) is not Tensor and (isinstance(tensor, nn.Parameter) or is_dtensor(tensor)):
             return True
-        return _is_within(tensor, unversioned)
+        return _is_on_lines(tensor, unversioned)
 
-    def lines_in(self, current: Any) -> Container[int]:
-        """Look up the unversioned memory of this pass, as cache lines: `address >> LINE`.
+    def cache_lines(self, current: Any) -> Container[int]:
+        """Look up the unversioned cache lines of this pass: `address >> CACHE_LINE_BITS`.
 
         Once a pass, only a sample of the parameters is checked for having moved. A check of all
         parameters would take longer than a small model. If only other parameters have moved,
-        `has_now` finds it.
+        `contains_any_now` finds it.
         """
         if may_use_cudagraph_memory():  # since this pass has begun
             current.unversioned = _EVERYTHING
@@ -102,7 +102,7 @@ class Unversioned:
         current.unversioned = memory.lines
         return memory.lines
 
-    def has_now(self, tensors: Sequence[Tensor], n_passes: int) -> bool:
+    def contains_any_now(self, tensors: Sequence[Tensor], n_passes: int) -> bool:
         """Tell whether any of these tensors lies in unversioned memory now.
 
         Jobs of several ranks are left out, because every value there was copied in time.
@@ -116,16 +116,16 @@ class Unversioned:
             now.read_lines(self._model(), self._n_modules)
             self._seen = n_passes, now.lines
         memory = self._seen[1]
-        return any(map(_is_within, tensors, repeat(memory)))
+        return any(map(_is_on_lines, tensors, repeat(memory)))
 
     def _model(self) -> nn.Module | None:
         return None if self._root is None else self._root()
 
 
-def _is_within(tensor: Tensor, tracked: Container[int]) -> bool:
+def _is_on_lines(tensor: Tensor, tracked: Container[int]) -> bool:
     if type(tensor) is Tensor:
         try:
-            return tensor.untyped_storage().data_ptr() >> LINE in tracked
+            return tensor.untyped_storage().data_ptr() >> CACHE_LINE_BITS in tracked
         except RuntimeError:  # a sparse tensor, or a tensor of a transform
             pass
     return any(address in tracked for address in first_cache_lines(tensor))
@@ -145,7 +145,7 @@ def first_cache_lines(tensor: Tensor) -> Iterator[int]:
         yield from first_cache_lines(tensor.values())
     elif has_numbers(tensor):
         try:
-            start = tensor.untyped_storage().data_ptr() >> LINE
+            start = tensor.untyped_storage().data_ptr() >> CACHE_LINE_BITS
         except RuntimeError:  # a kind of tensor without its own memory
             return
         if start:
@@ -186,7 +186,7 @@ class _Memory:
         tables = [] if root is None else tensor_tables(root)
         lines: set[int] = set()
         for _, parameters_here, buffers_here in tables:
-            lines.update(_lines_of(parameters_here), _lines_of(buffers_here))
+            lines.update(_cache_lines_of(parameters_here), _cache_lines_of(buffers_here))
         lines.discard(0)  # 0 stands for tensors without memory
         named = [
             (module, name, tensor)
@@ -212,12 +212,12 @@ class _Memory:
         return False
 
 
-def _lines_of(table: Mapping[str, Tensor | None]) -> list[int]:
+def _cache_lines_of(table: Mapping[str, Tensor | None]) -> list[int]:
     """Return the cache lines where a module's own parameters, or its buffers, begin."""
     tensors = [tensor for tensor in table.values() if tensor is not None]
     try:
         if all(type(tensor) in _PLAIN for tensor in tensors):
-            return [tensor.untyped_storage().data_ptr() >> LINE for tensor in tensors]
+            return [tensor.untyped_storage().data_ptr() >> CACHE_LINE_BITS for tensor in tensors]
     except RuntimeError:  # a sparse tensor, or a tensor of a transform
         pass
     return [line for tensor in tensors for line in first_cache_lines(tensor)]

@@ -17,9 +17,9 @@ from hookline.engine.torch_private.distributed import (
 )
 
 
-def split_parameters(model: nn.Module) -> list[Tensor]:
+def tensor_parallel_parameters(model: nn.Module) -> list[Tensor]:
     """Return the parameters that tensor parallelism splits: DTensors, but not FSDP2's alone."""
-    by_fsdp = {id(part) for pair in _of_fsdp2(model) for part in pair}
+    by_fsdp = {id(part) for pair in _fsdp2_pairs(model) for part in pair}
     return [
         parameter
         for parameter in model.parameters()
@@ -28,7 +28,7 @@ def split_parameters(model: nn.Module) -> list[Tensor]:
     ]
 
 
-def split_ranks(model: nn.Module) -> list[int]:
+def tensor_parallel_ranks(model: nn.Module) -> list[int]:
     """Return the ranks over which tensor parallelism splits weights together with this one.
 
     They get the same part of the batch. After a forward, weights that FSDP2 shards are known, too.
@@ -36,7 +36,7 @@ def split_ranks(model: nn.Module) -> list[int]:
     Returns:
         The ranks, this one included; none if tensor parallelism splits nothing.
     """
-    pairs = _of_fsdp2(model)
+    pairs = _fsdp2_pairs(model)
     by_fsdp = {id(part) for pair in pairs for part in pair}
     tensors: list[Any] = [tensor for tensor in model.parameters() if id(tensor) not in by_fsdp]
     tensors += [unsharded for _, unsharded in pairs if unsharded is not None]
@@ -44,11 +44,13 @@ def split_ranks(model: nn.Module) -> list[int]:
     layouts += [(layout.mesh, layout.placements) for layout in fsdp1_dtensor_layouts(model)]
     ranks: set[int] = set()
     for mesh, placements in layouts:
-        ranks.update(_along(mesh, [dim for dim, of in enumerate(placements) if of.is_shard()]))
+        ranks.update(
+            _ranks_along(mesh, [dim for dim, of in enumerate(placements) if of.is_shard()])
+        )
     return sorted(ranks)
 
 
-def _along(mesh: Any, dims: list[int]) -> list[int]:
+def _ranks_along(mesh: Any, dims: list[int]) -> list[int]:
     """Return the ranks that differ from this one along some dimensions of a mesh only."""
     here = mesh.get_coordinate()
     if here is None or not dims:
@@ -58,7 +60,7 @@ def _along(mesh: Any, dims: list[int]) -> list[int]:
     return ranks
 
 
-def _of_fsdp2(model: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
+def _fsdp2_pairs(model: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
     return [pair for module in model.modules() for pair in fsdp2_parameter_pairs(module)]
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from hookline.engine.passes.passes import Pass, Passes, lines_here, substitute_passes
+from hookline.engine.passes.passes import Pass, Passes, passes_of_context, substitute_passes
 
 
 @final
-class Repetition:
+class RepeatedRun:
     """The recomputation that stands for a repeated run of one line's model.
 
     It has the interface of `checkpointing.Recomputation` that passes and taps use.
@@ -46,7 +46,7 @@ class Repetition:
 
 
 @contextmanager
-def as_recomputation(repeating: Passes) -> Iterator[None]:
+def treat_runs_as_recomputation(repeating: Passes) -> Iterator[None]:
     """Let the lines of this context take the runs in the block for recomputations.
 
     Another line that sees every thread takes them for new passes.
@@ -55,8 +55,8 @@ def as_recomputation(repeating: Passes) -> Iterator[None]:
         repeating: the passes of the line that repeats the run; it may see every thread.
     """
     passes_now = {}
-    for local in (passes.in_thread for passes in (repeating, *lines_here())):
+    for local in (passes.in_thread for passes in (repeating, *passes_of_context())):
         number = -1 if local.running is None else local.running.number
-        passes_now[local] = Repetition(number).current
+        passes_now[local] = RepeatedRun(number).current
     with substitute_passes(passes_now):
         yield

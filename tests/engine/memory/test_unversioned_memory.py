@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.engine.memory import unversioned
-from hookline.engine.memory.unversioned import (
-    LINE,
-    Unversioned,
+from hookline.engine.memory import unversioned_memory
+from hookline.engine.memory.unversioned_memory import (
+    CACHE_LINE_BITS,
+    UnversionedMemory,
     first_cache_lines,
     is_freed,
-    makes_new_memory,
+    returns_new_memory,
 )
 
 
@@ -25,7 +25,7 @@ class Current:
 
 
 def has(model, tensor):
-    return Unversioned(model, len(list(model.modules()))).has(Current(), tensor)
+    return UnversionedMemory(model, len(list(model.modules()))).contains(Current(), tensor)
 
 
 def test_parameters_and_buffers_are_unversioned_others_not():
@@ -49,21 +49,21 @@ def test_parameters_and_buffers_are_unversioned_others_not():
 )
 def test_parameters_moved_since_the_last_pass_are_found(move):
     model = nn.Linear(40, 40)
-    known = Unversioned(model, 1)
+    known = UnversionedMemory(model, 1)
     kept = [model.weight, model.bias]  # so that no new one can lie where they did
-    assert known.has(Current(), model.bias.detach())
+    assert known.contains(Current(), model.bias.detach())
     move(model)
-    assert known.has(Current(), model.bias.detach())
+    assert known.contains(Current(), model.bias.detach())
     assert len(kept) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_parameters_of_a_scripted_part_are_known_in_each_pass():
     model = nn.Sequential(torch.jit.script(nn.Linear(40, 40)))
-    known = Unversioned(model, 2)
+    known = UnversionedMemory(model, 2)
     for _ in range(2):
-        assert known.has(Current(), model[0].weight.detach())
-        assert not known.has(Current(), torch.zeros(40, 40))
+        assert known.contains(Current(), model[0].weight.detach())
+        assert not known.contains(Current(), torch.zeros(40, 40))
 
 
 def test_a_layer_that_is_added_between_two_lines_is_found():
@@ -96,26 +96,26 @@ def test_what_moved_without_a_witness_is_refused_at_the_look_up():
 
 def test_a_model_is_not_held_by_what_is_known_of_its_memory():
     model = nn.Linear(4, 4)
-    known = Unversioned(model, 1)
-    assert known.has(Current(), model.weight)
+    known = UnversionedMemory(model, 1)
+    assert known.contains(Current(), model.weight)
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
-    assert not known.has(Current(), torch.zeros(40))
-    assert not any(one is None for one, _ in unversioned._memories.items())
+    assert not known.contains(Current(), torch.zeros(40))
+    assert not any(one is None for one, _ in unversioned_memory._memories.items())
 
 
 def test_only_layers_with_memory_of_their_own_are_trusted():
-    assert makes_new_memory(nn.Linear)
-    assert makes_new_memory(nn.Conv2d)
+    assert returns_new_memory(nn.Linear)
+    assert returns_new_memory(nn.Conv2d)
 
     class Own(nn.Linear):
         def forward(self, x):
             return self.weight
 
     for kind in (Own, nn.Identity, nn.ReLU, nn.Flatten, nn.Module):
-        assert not makes_new_memory(kind)
+        assert not returns_new_memory(kind)
     model = nn.Linear(2, 2)
     model.forward = lambda x: model.weight.detach()
     with torch.no_grad(), hl.record(model) as run:
@@ -177,8 +177,8 @@ def test_what_a_module_hands_on_is_refused_once_changed():
 
 def test_memory_is_told_apart_by_lines_and_freed_memory_is_known():
     tensor = torch.zeros(64)
-    assert list(first_cache_lines(tensor)) == [tensor.data_ptr() >> LINE]
-    assert list(first_cache_lines(tensor[40:])) == [tensor.data_ptr() >> LINE]
+    assert list(first_cache_lines(tensor)) == [tensor.data_ptr() >> CACHE_LINE_BITS]
+    assert list(first_cache_lines(tensor[40:])) == [tensor.data_ptr() >> CACHE_LINE_BITS]
     assert not is_freed(tensor)
     tensor.untyped_storage().resize_(0)
     assert is_freed(tensor)
@@ -202,4 +202,4 @@ def test_modules_that_are_equal_and_have_no_hash_are_told_apart():
 
 
 def has_unhashed(model, tensor):
-    return Unversioned(model, 3).has(Current(), tensor.detach())
+    return UnversionedMemory(model, 3).contains(Current(), tensor.detach())
