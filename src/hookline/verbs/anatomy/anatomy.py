@@ -33,9 +33,9 @@ from hookline.verbs.anatomy.check_unsharded_output import (
     refuse_plain_shards,
     run_output,
 )
-from hookline.verbs.anatomy.identities import error, tolerance
+from hookline.verbs.anatomy.identities import relative_error, tolerance
 from hookline.verbs.anatomy.logit_lens import Lens, apply_head
-from hookline.verbs.anatomy.prove_parts import find_and_prove, quiet_without_fastpath
+from hookline.verbs.anatomy.prove_parts import find_and_prove_parts, without_warnings_and_fastpath
 from hookline.verbs.anatomy.stacks import Stack
 from hookline.verbs.anatomy.trace import Trace, trace_model
 from hookline.verbs.anatomy.trial_inputs import trial_inputs
@@ -82,7 +82,7 @@ class Anatomy(Result):
     def __getitem__(self, name: str | tuple[str, int]) -> Selection:
         """Return the selection of a part, in all layers or in one."""
         text, layer = (name, None) if isinstance(name, str) else _name_and_layer(name)
-        return select(self._model, self._names.find(text, layer))
+        return select(self._model, self._names.sites_of(text, layer))
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names that are proven in some layer, or for the whole model."""
@@ -138,7 +138,7 @@ class Anatomy(Result):
             raise InputError(
                 f"layer must be the number of a layer, got {layer!r}.\nThe first layer is 0."
             )
-        return self._names.find(name, layer)[0]
+        return self._names.sites_of(name, layer)[0]
 
     def heads(self, value: Tensor) -> Tensor:
         """Return a value of all heads side by side by head: (..., heads, tokens, width).
@@ -171,7 +171,7 @@ class Anatomy(Result):
         assert self.n_heads is not None
         if "attn_heads" not in self or not is_tensor_parallel(self._wrapped):
             return self.n_heads
-        full_width = self._names.shapes[self._names.find("attn_heads")[0]][-1]
+        full_width = self._names.shapes[self._names.sites_of("attn_heads")[0]][-1]
         return max(self.n_heads * min(width, full_width) // full_width, 1)
 
     def contributions(self, run: Recording | PassRecord, layer: int) -> Tensor:
@@ -206,7 +206,7 @@ class Anatomy(Result):
                 head[..., begin : begin + width] = value[..., begin : begin + width]
                 parts.append(projection(head) - bias)
             added = torch.stack(parts)
-            off = error(added.sum(0) + bias, projection(value))
+            off = relative_error(added.sum(0) + bias, projection(value))
         if off > tolerance(value.dtype):
             raise SelectionError(
                 f"{self._projections[layer]} must be a projection, whose parts add up: they are off"
@@ -226,7 +226,7 @@ class Anatomy(Result):
             InputError: `run` is no recording of one pass.
         """
         _check_is_recording(run)
-        self._names.find("expert_indices")  # which raises if there are none
+        self._names.sites_of("expert_indices")  # which raises if there are none
         loads = {}
         for layer in self._names.layers_of("expert_indices"):
             n_experts = self._names.shapes[self._site("router_logits", layer)][-1]
@@ -411,13 +411,17 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
     wrapped, model = model, unwrap(model)
     refuse_meta_tensors("hl.anatomy", model, inputs, refuse_offloaded=True)
     # A tensor made in inference mode has no version, which tells that it was written to.
-    with torch.inference_mode(False), eval_without_side_effects(model), quiet_without_fastpath():
+    with (
+        torch.inference_mode(False),
+        eval_without_side_effects(model),
+        without_warnings_and_fastpath(),
+    ):
         both = trial_inputs(model, inputs)
         split_output = run_output(wrapped, both[0]) if is_tensor_parallel(wrapped) else None
         with whole_weights(wrapped):
             if split_output is not None:
                 check_same_output(model, both[0], split_output)
             trace = _trace_or_refuse(model, both[0], is_given=inputs is not None)
-            parts = Anatomy(model, find_and_prove(model, trace, both), wrapped)
-    register_parts(model, parts._names.find)
+            parts = Anatomy(model, find_and_prove_parts(model, trace, both), wrapped)
+    register_parts(model, parts._names.sites_of)
     return parts

@@ -10,7 +10,7 @@ from hookline.display.text import type_and_line
 from hookline.engine import gather_full
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError
-from hookline.verbs.anatomy.identities import error, tolerance
+from hookline.verbs.anatomy.identities import relative_error, tolerance
 from hookline.verbs.shared.run_model import call, copied
 
 # Ranks sum in another order, and each layer adds to the difference. Other code is off by far more.
@@ -78,4 +78,4 @@ def _shard_error(shard: Tensor, whole: Tensor | None) -> float:
     dims = [dim for dim in range(shard.dim()) if shard.shape[dim] != whole.shape[dim]]
     n_shares = -(-whole.shape[dims[0]] // shard.shape[dims[0]]) if dims else 1
     shares = whole.chunk(n_shares, *dims[:1])
-    return min(error(shard, share) for share in shares)
+    return min(relative_error(shard, share) for share in shares)

@@ -13,10 +13,22 @@ from torch import Tensor, nn
 from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import StructureError
-from hookline.verbs.anatomy.identities import Names, best_rescale_error, error, error_up_to_rescale
+from hookline.verbs.anatomy.identities import (
+    Names,
+    equal_or_rescale_error,
+    relative_error,
+    rescale_fit_error,
+)
 from hookline.verbs.anatomy.parts import Layer, site_of, stream_site
 from hookline.verbs.anatomy.residual_stream import MATMULS, event_index, walk_back
-from hookline.verbs.anatomy.trace import SUMS, Event, Trace, Value, kind_of, replay_tokens
+from hookline.verbs.anatomy.trace import (
+    SUMS,
+    Event,
+    Trace,
+    Value,
+    port_or_operation,
+    replay_by_token,
+)
 from hookline.verbs.anatomy.trial_inputs import declared_embedding
 
 # -- before the blocks ----------------------------------------------------------------------------
@@ -44,8 +56,8 @@ def name_embeddings(model: nn.Module, trace: Trace, first_layer: Layer, names: N
     needed += [sites[id(each)] for each in addends if each not in tables]
     for name, values in (("embed", words), ("pos_embed", positions)):
         own = [sites[id(value)] for value in values]
-        if len(own) == 1 and names.put(name, own[0]):
-            names.claim("the sum of the embeddings", (name,), needed, measure)
+        if len(own) == 1 and names.add_or_refuse(name, own[0]):
+            names.add_claim("the sum of the embeddings", (name,), needed, measure)
         elif len(own) > 1:
             every = ", ".join(map(str, own)).replace("None", "a table")
             names.refused[name] = f"{len(own)} of this kind are added: {every}"
@@ -56,9 +68,13 @@ def name_embeddings(model: nn.Module, trace: Trace, first_layer: Layer, names: N
 
 def _stream_addends(stream: Value) -> list[Value]:
     """Return the values that add up to the first stream, each as the module returns it."""
-    total = _before_rescales(stream)
-    addends = _addends(total)
-    return [_embedding_output(stream)] if addends == [total] and _is_embedded(total) else addends
+    total = _value_before_rescales(stream)
+    addends = _flatten_sum(total)
+    return (
+        [_embedding_module_output(stream)]
+        if addends == [total] and _is_from_embedding(total)
+        else addends
+    )
 
 
 def _why_no_token_embedding(trace: Trace, stream: Value, begin: int) -> str:
@@ -67,7 +83,7 @@ def _why_no_token_embedding(trace: Trace, stream: Value, begin: int) -> str:
         return "no embedding is looked up before the first block"
     returned = [event.outputs[0].tensor for event in embedding if event.outputs]
     sized = [value for value in returned if value.numel() == stream.tensor.numel()]
-    off = min((error_up_to_rescale(stream.tensor, value) for value in sized), default=0.0)
+    off = min((equal_or_rescale_error(stream.tensor, value) for value in sized), default=0.0)
     by = f": the closest is off by {off:.1e} on input 1" if off else ""
     return (
         f"no sum, norm or scale of what an embedding of tokens returns gives the first stream{by}"
@@ -80,16 +96,25 @@ def _token_embeddings(model: nn.Module, trace: Trace, addends: list[Value]) -> l
     Tokens are the numbers that the model is given, but types of tokens and positions may be given,
     too. Positions count up, and types are zeros and ones.
     """
-    embeds = [value for value in addends if _is_embedded(value)]
+    embeds = [value for value in addends if _is_from_embedding(value)]
     given = [value.tensor for value in trace.calls[""][-1].inputs.values()]
-    words = [value for value in embeds if _are_input_ids(_ids(value), given)]
+    words = [value for value in embeds if _are_input_ids(_embedding_ids(value), given)]
     if not words:
-        words = [v for v in embeds if not _ids(v).is_constant and not _count_up(_ids(v).tensor)]
+        words = [
+            v
+            for v in embeds
+            if not _embedding_ids(v).is_constant
+            and not _look_like_position_or_type_ids(_embedding_ids(v).tensor)
+        ]
     declared = declared_embedding(model)
     if declared is not None and len(words) > 1:
         own = [v for v in words if any(each is declared.weight for each in _embedding_weights(v))]
         words = own or words
-    return [value for value in words if not _count_up(_ids(value).tensor)] or words
+    return [
+        value
+        for value in words
+        if not _look_like_position_or_type_ids(_embedding_ids(value).tensor)
+    ] or words
 
 
 def _embedding_weights(value: Value) -> list[Tensor]:
@@ -110,7 +135,7 @@ def _are_input_ids(ids: Value, given: list[Tensor]) -> bool:
     )
 
 
-def _count_up(ids: Tensor) -> bool:
+def _look_like_position_or_type_ids(ids: Tensor) -> bool:
     """Tell whether ids count up along a dimension, as far as they go on; or are zeros and ones."""
     steps = [ids.diff(dim=dim) for dim, size in enumerate(ids.shape) if size > 1]
     is_up = any(bool(((step == 0) | (step == 1)).all()) and bool(step.any()) for step in steps)
@@ -123,28 +148,32 @@ def _position_embeddings(values: list[Value], stream: Value) -> list[Value]:
     return [
         value
         for value in values
-        if (_are_position_ids(_ids(value)) if _is_embedded(value) else _is_row_table(value, stream))
+        if (
+            _are_position_ids(_embedding_ids(value))
+            if _is_from_embedding(value)
+            else _is_position_table(value, stream)
+        )
     ]
 
 
 def _are_position_ids(ids: Value) -> bool:
     is_of_types = int(ids.tensor.max() - ids.tensor.min()) < 2
-    return not is_of_types and (ids.is_constant or _count_up(ids.tensor))
+    return not is_of_types and (ids.is_constant or _look_like_position_or_type_ids(ids.tensor))
 
 
-def _before_rescales(value: Value) -> Value:
+def _value_before_rescales(value: Value) -> Value:
     """Return the value of which another one is a scale or a norm."""
-    return list(_values_before_rescales(value))[-1]
+    return list(_walk_back_rescales(value))[-1]
 
 
-def _values_before_rescales(value: Value) -> Iterator[Value]:
+def _walk_back_rescales(value: Value) -> Iterator[Value]:
     """Yield a value, and the values of which it is a scale or a norm, the first one last."""
     value = value.origin
     yield value
     event = value.maker
     while event is not None and event.name not in (*SUMS, "embedding"):
         # A norm that is written out multiplies the numbers by a second value, made of them.
-        sources = [v for v in event.varying if best_rescale_error(value.tensor, v.tensor) <= 1e-4]
+        sources = [v for v in event.varying if rescale_fit_error(value.tensor, v.tensor) <= 1e-4]
         if not sources:
             break
         value = sources[0].origin
@@ -152,44 +181,46 @@ def _values_before_rescales(value: Value) -> Iterator[Value]:
         event = value.maker
 
 
-def _embedding_output(stream: Value) -> Value:
+def _embedding_module_output(stream: Value) -> Value:
     """Return what the module that embeds returns: it may scale what it looks up, as in Gemma."""
-    values = list(_values_before_rescales(stream))
+    values = list(_walk_back_rescales(stream))
     event = values[-1].maker
     path = event.path if event is not None else ""
     returned = (
         value
         for value in values
-        if any(kind_of(place) == "output" and place.path == path for place in value.places)
+        if any(
+            port_or_operation(place) == "output" and place.path == path for place in value.places
+        )
     )
     return next(returned, values[-1])
 
 
-def _addends(value: Value) -> list[Value]:
+def _flatten_sum(value: Value) -> list[Value]:
     """Return the terms of a sum."""
     event = value.origin.maker
     if event is not None and event.name in SUMS and len(event.inputs) == 2:
-        return [addend for part in event.inputs for addend in _addends(part)]
+        return [addend for part in event.inputs for addend in _flatten_sum(part)]
     return [value]
 
 
 def _embedding_call(value: Value) -> Event | None:
-    event = _before_rescales(value).maker
+    event = _value_before_rescales(value).maker
     return event if event is not None and event.name == "embedding" else None
 
 
-def _is_embedded(value: Value) -> bool:
+def _is_from_embedding(value: Value) -> bool:
     return _embedding_call(value) is not None
 
 
-def _ids(value: Value) -> Value:
+def _embedding_ids(value: Value) -> Value:
     """Return what a value is looked up by."""
     event = _embedding_call(value)
     assert event is not None
     return next(each for each in event.inputs if not each.tensor.is_floating_point())
 
 
-def _is_row_table(value: Value, stream: Value) -> bool:
+def _is_position_table(value: Value, stream: Value) -> bool:
     """Tell whether a constant has a row for each token, and not the same for all."""
     table, width = value.tensor, stream.tensor.shape[-1]
     is_table = value.is_constant and table.dim() > 1 and table.shape[-1] == width
@@ -207,7 +238,7 @@ def _embedding_sum_error(tables: list[Tensor], stream: Tensor, *terms: Tensor) -
         total = total + part
     for term in terms:
         total = total + term
-    return error_up_to_rescale(stream, total)
+    return equal_or_rescale_error(stream, total)
 
 
 # -- after the blocks -----------------------------------------------------------------------------
@@ -223,7 +254,7 @@ class Head:
     logits: Value  # what they make of it
     is_transposed: bool = False  # whether the logits have rows and tokens in the other order
 
-    def forget_the_trace(self) -> None:
+    def release_trace(self) -> None:
         """Drop what leads from the values to the rest of the run, and the numbers of weights."""
         for event in self.events:
             for value in (*event.inputs, *event.outputs):
@@ -261,16 +292,16 @@ class Head:
         dtype = self.start.tensor.dtype
         given = [(self.start, stream.to(casts.get(dtype, dtype)))]
         with torch.no_grad():
-            return replay_tokens(self.events, given, self.logits, weights)
+            return replay_by_token(self.events, given, self.logits, weights)
 
-    def error_of(self, logits: Tensor, stream: Tensor) -> float:
+    def logits_error(self, logits: Tensor, stream: Tensor) -> float:
         """Return how far the head is from logits, or else from computing each token alone."""
         own = self.logits_in_layout_of(stream)
         moved = self.logits_in_layout_of(_roll_tokens(stream))
         again = own.transpose(0, 1) if self.is_transposed else own
         if again.shape != logits.shape:
             return float("inf")
-        return max(error(again, logits), error(moved, _roll_tokens(own)))
+        return max(relative_error(again, logits), relative_error(moved, _roll_tokens(own)))
 
 
 def _roll_tokens(values: Tensor) -> Tensor:
@@ -278,7 +309,7 @@ def _roll_tokens(values: Tensor) -> Tensor:
     return values.flatten(0, -2).roll(1, 0).reshape(values.shape)
 
 
-def _with_constant_events(events: list[Event]) -> list[Event]:
+def _with_events_of_constants(events: list[Event]) -> list[Event]:
     """Return the calls, and before them those that make their constants of weights."""
     every = {event.index: event for event in events}
     waiting = [value for event in events for value in event.inputs]
@@ -291,12 +322,14 @@ def _with_constant_events(events: list[Event]) -> list[Event]:
     return [every[index] for index in sorted(every)]
 
 
-def name_norm_and_logits(trace: Trace, last: Layer, names: Names, vocab_size: int) -> Head | None:
+def name_final_norm_and_logits(
+    trace: Trace, last: Layer, names: Names, vocab_size: int
+) -> Head | None:
     """Name the final norm and the logits; return the head, for the logit lens."""
     start = last.block.post
     heads: dict[str, Head] = {}
     for leaf, value in trace.calls[""][-1].outputs.items():
-        head = _make_head(value, start)
+        head = _find_head(value, start)
         is_new = all(value.origin is not each.logits.origin for each in heads.values())
         if head is not None and is_new:
             heads[str(Site("", "output", leaf))] = head
@@ -316,18 +349,18 @@ def name_norm_and_logits(trace: Trace, last: Layer, names: Names, vocab_size: in
     _name_logits(trace, head, product, names, sites[0])
     needed = [names.sites["logits"], stream_site(trace, start, last.block)]
     proven = ("logits", "logits_raw", "unembed")
-    names.claim("head(last stream)", proven, needed, head.error_of)
+    names.add_claim("head(last stream)", proven, needed, head.logits_error)
     _name_final_norm(trace, last, head, product, names)
     return head
 
 
-def _make_head(logits: Value, stream: Value) -> Head | None:
+def _find_head(logits: Value, stream: Value) -> Head | None:
     """Return what makes an output of the last stream; None if it is not made of each token."""
     if not logits.tensor.is_floating_point() or logits.origin is stream.origin:
         return None
     events, reads = walk_back(logits, [id(stream)], event_index(stream) + 1)
     places, own = stream.tensor.shape[:-1], logits.tensor.shape[:-1]
-    head = Head(_with_constant_events(events), stream, logits, is_transposed=own != places)
+    head = Head(_with_events_of_constants(events), stream, logits, is_transposed=own != places)
     is_by_token = own in (places, places[::-1])
     is_of_stream = [id(read) for read in reads] == [id(stream)]
     return head if is_by_token and is_of_stream and _matmuls(head) else None
@@ -345,7 +378,7 @@ def _name_logits(trace: Trace, head: Head, product: Event, names: Names, site: s
         names.refuse(("unembed", "logits_raw"), "the logits are made of several products")
         return
     for name in ("logits_raw", "unembed"):
-        names.put(name, site_of(trace, raw, ""))
+        names.add_or_refuse(name, site_of(trace, raw, ""))
 
 
 def _name_final_norm(trace: Trace, last: Layer, head: Head, product: Event, names: Names) -> None:
@@ -353,7 +386,7 @@ def _name_final_norm(trace: Trace, last: Layer, head: Head, product: Event, name
     value = product.varying[0]
     while value.origin is not head.start.origin:
         places = [place for each in value.equal_values() for place in each.places]
-        is_of_module = any(kind_of(place) == "output" for place in places)
+        is_of_module = any(port_or_operation(place) == "output" for place in places)
         event = value.origin.maker
         if is_of_module or event is None or len(event.varying) != 1:
             break
@@ -362,6 +395,6 @@ def _name_final_norm(trace: Trace, last: Layer, head: Head, product: Event, name
         names.refused["ln_final"] = "no norm is between the last stream and the logits"
         return
     site = site_of(trace, value, "", is_innermost=True)
-    if names.put("ln_final", site):
+    if names.add_or_refuse("ln_final", site):
         needed = [site, stream_site(trace, head.start, last.block)]
-        names.claim("norm(last stream)", ("ln_final",), needed, best_rescale_error)
+        names.add_claim("norm(last stream)", ("ln_final",), needed, rescale_fit_error)

@@ -33,7 +33,7 @@ class Names:
     refused: dict[str, str] = field(default_factory=dict)  # the reason for each name without a site
     claims: list[Claim] = field(default_factory=list)  # the identities that the names need
 
-    def put(self, name: str, site: str | None, why: str = NO_SITE) -> bool:
+    def add_or_refuse(self, name: str, site: str | None, why: str = NO_SITE) -> bool:
         """Add a site; a value without a site is refused for a reason."""
         if site is None:
             self.refused[name] = why
@@ -45,7 +45,7 @@ class Names:
         """Refuse names for one reason."""
         self.refused.update(dict.fromkeys(names, why))
 
-    def claim(
+    def add_claim(
         self,
         text: str,
         names: Iterable[str],
@@ -73,12 +73,12 @@ def tolerance(dtype: torch.dtype) -> float:
     return max(CLOSE, 8 * torch.finfo(dtype).eps)
 
 
-def error(got: Tensor, expected: Tensor) -> float:
+def relative_error(got: Tensor, expected: Tensor) -> float:
     """Return the largest of the relative error, that of the largest element, and the norm ratio's.
 
-    >>> error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))
+    >>> relative_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))
     0.0
-    >>> round(error(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0])), 3)
+    >>> round(relative_error(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0])), 3)
     0.5
     """
     if got.numel() != expected.numel() or not got.numel():
@@ -95,7 +95,7 @@ def error(got: Tensor, expected: Tensor) -> float:
     return _WORSE if math.isnan(worst) else worst
 
 
-def best_rescale_error(after: Tensor, before: Tensor) -> float:
+def rescale_fit_error(after: Tensor, before: Tensor) -> float:
     """Return the error of the best scale, norm, or scaled norm that makes one value of another.
 
     A scale has one factor, or one for each channel. A norm divides each token by its root mean
@@ -110,19 +110,19 @@ def best_rescale_error(after: Tensor, before: Tensor) -> float:
     if len(x) < 4:
         return _WORSE
     least = _WORSE
-    for values in _with_norms(x):
-        least = min(least, _affine_error(values, y))
+    for values in _unchanged_and_normalized(x):
+        least = min(least, _affine_fit_error(values, y))
         if least < _EQUAL:
             break
     return least
 
 
-def error_up_to_rescale(after: Tensor, before: Tensor) -> float:
+def equal_or_rescale_error(after: Tensor, before: Tensor) -> float:
     """Return the error of two values as equal ones, or of the best scale or norm between them."""
-    return min(error(before, after), best_rescale_error(after, before))
+    return min(relative_error(before, after), rescale_fit_error(after, before))
 
 
-def _with_norms(x: Tensor) -> Iterator[Tensor]:
+def _unchanged_and_normalized(x: Tensor) -> Iterator[Tensor]:
     """Yield the numbers themselves, and their norms."""
     yield x
     for values in (x - x.mean(-1, keepdim=True), x):
@@ -130,8 +130,8 @@ def _with_norms(x: Tensor) -> Iterator[Tensor]:
         yield from (values / (square + eps).sqrt() for eps in _EPS)
 
 
-def _affine_error(x: Tensor, y: Tensor) -> float:
+def _affine_fit_error(x: Tensor, y: Tensor) -> float:
     """Return the error of the best factor and offset for each channel."""
     x0, y0 = x - x.mean(0), y - y.mean(0)
     factor = (x0 * y0).sum(0) / (x0 * x0).sum(0).clamp(min=1e-30)
-    return error(factor * x0 + y.mean(0), y)
+    return relative_error(factor * x0 + y.mean(0), y)

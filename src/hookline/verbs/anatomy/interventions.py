@@ -18,7 +18,7 @@ from hookline.verbs.anatomy.identities import CLOSE
 from hookline.verbs.anatomy.parts import (
     Layer,
     Part,
-    is_cross,
+    is_cross_attention,
     reshape_or_expand,
     side_inputs,
     site_of,
@@ -67,7 +67,7 @@ class Interventions:
         )
         # Of each pattern, what it mixes.
         self._mixed = _distinct_sites(
-            next(iter(trace.sites(core.call.outputs[0], "operation")), None)
+            next(iter(trace.sites_of_kind(core.call.outputs[0], "operation")), None)
             for _, part in parts
             for core in part.cores
         )
@@ -80,12 +80,20 @@ class Interventions:
         pattern mixes adds the same to all streams; one mixed token moves it at one token; and if
         what it mixes is kept, a change of some tokens reaches no other token.
         """
-        without = self._record_terms(self._disturb_tokens, self._zeros)
-        alone = self._record_terms(self._unchanged, self._only_one_token) if self._mixed else None
-        kept = self._record_terms(self._disturb_tokens, self._unchanged) if self._mixed else None
+        without = self._record_terms(self._noise_on_some_tokens, self._zeros_like_value)
+        alone = (
+            self._record_terms(self._unchanged_value, self._zeros_but_one_token)
+            if self._mixed
+            else None
+        )
+        kept = (
+            self._record_terms(self._noise_on_some_tokens, self._unchanged_value)
+            if self._mixed
+            else None
+        )
         for layer in self._layers:
             for part in layer.parts:
-                part.kind = self._judge_kind(layer, part, _Runs(without, alone, kept))
+                part.kind = self._determine_kind(layer, part, _Runs(without, alone, kept))
 
     def _record_terms(
         self, new_stream: Callable[[str], Tensor], new_mixed: Callable[[str], Tensor]
@@ -93,28 +101,28 @@ class Interventions:
         """Run the model with other streams and other mixed values, and record the terms."""
         values = {site: new_stream(site) for site in self._reads}
         values |= {site: new_mixed(site) for site in self._mixed}
-        with edit(self._model, {site: _replace_by(value) for site, value in values.items()}):
+        with edit(self._model, {site: _make_replacement(value) for site, value in values.items()}):
             return features(self._model, copied(self._inputs), self._terms, copy=True)
 
-    def _unchanged(self, site: str) -> Tensor:
+    def _unchanged_value(self, site: str) -> Tensor:
         return self._undisturbed[site]
 
-    def _zeros(self, site: str) -> Tensor:
+    def _zeros_like_value(self, site: str) -> Tensor:
         return torch.zeros_like(self._undisturbed[site])
 
-    def _disturb_tokens(self, site: str) -> Tensor:
+    def _noise_on_some_tokens(self, site: str) -> Tensor:
         stream = self._undisturbed[site].clone()
-        is_changed = _changed_token_mask(stream)
+        is_changed = _mask_of_tokens_to_change(stream)
         stream[is_changed] += _noise_like(stream)[is_changed]
         return stream
 
-    def _only_one_token(self, site: str) -> Tensor:
-        mixed = self._zeros(site)
+    def _zeros_but_one_token(self, site: str) -> Tensor:
+        mixed = self._zeros_like_value(site)
         place = tuple(min(1, size - 1) for size in mixed.shape[:-1])
         mixed[place] = (self._undisturbed[site] + _noise_like(mixed + 1))[place]
         return mixed
 
-    def _judge_kind(self, layer: Layer, part: Part, runs: _Runs) -> str:
+    def _determine_kind(self, layer: Layer, part: Part, runs: _Runs) -> str:
         site = self._term_sites[id(part)]
         if site is None or not part.term.reads:
             return "side"
@@ -124,15 +132,19 @@ class Interventions:
             what = "NaN or infinity" if before.any() else "nothing but zeros"
             part.why = f"{site} adds {what}, which does not tell what it is"
             return "unknown"
-        changed = _changed_token_mask(layer.block.pre.tensor)
-        reach = float(_token_change(before, runs.without[site], shape, before)[~changed].max())
+        changed = _mask_of_tokens_to_change(layer.block.pre.tensor)
+        reach = float(
+            _relative_change_by_token(before, runs.without[site], shape, before)[~changed].max()
+        )
         if part.cores and runs.alone is not None and runs.kept is not None:
-            leak = float(_token_change(before, runs.kept[site], shape, before)[~changed].max())
-            moved = _token_change(runs.alone[site], runs.without[site], shape, before)
+            leak = float(
+                _relative_change_by_token(before, runs.kept[site], shape, before)[~changed].max()
+            )
+            moved = _relative_change_by_token(runs.alone[site], runs.without[site], shape, before)
             most, next_most = moved.flatten().topk(2).values.tolist()
             if most > 0 and max(leak, next_most) <= CLOSE:
                 begin = self._layers[0].block.call.begin
-                return "cross" if is_cross(part, layer.block, begin) else "attention"
+                return "cross" if is_cross_attention(part, layer.block, begin) else "attention"
             past = "a change of one token reaches others past the pattern"
             part.why = f"at {site} {past}, by {leak:.1e}"
             if leak <= CLOSE:
@@ -149,12 +161,14 @@ def _distinct_sites(sites: Iterable[str | None]) -> list[str]:
     return sorted({site for site in sites if site is not None})
 
 
-def _replace_by(new: Tensor) -> Callable[[Tensor], Tensor]:
+def _make_replacement(new: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a change that puts a tensor in the place of a value."""
     return lambda value: new.to(value.dtype, copy=True)
 
 
-def _token_change(before: Tensor, after: Tensor, shape: torch.Size, scale: Tensor) -> Tensor:
+def _relative_change_by_token(
+    before: Tensor, after: Tensor, shape: torch.Size, scale: Tensor
+) -> Tensor:
     """Return how far each token of a term is moved, of the largest number of the term.
 
     A term may have fewer dimensions than the stream to which it is added.
@@ -164,7 +178,7 @@ def _token_change(before: Tensor, after: Tensor, shape: torch.Size, scale: Tenso
     return share.nan_to_num(nan=math.inf)
 
 
-def _changed_token_mask(stream: Tensor) -> Tensor:
+def _mask_of_tokens_to_change(stream: Tensor) -> Tensor:
     """Tell which tokens of a stream are changed: about half of them.
 
     Which dimension the tokens have is not known. Whatever it is, and however far a part carries

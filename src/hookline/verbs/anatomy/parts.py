@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from hookline.engine import Site
-from hookline.verbs.anatomy.identities import Names, error, error_up_to_rescale
+from hookline.verbs.anatomy.identities import Names, equal_or_rescale_error, relative_error
 from hookline.verbs.anatomy.residual_stream import (
     MATMULS,
     Block,
     NoStream,
     Term,
     event_index,
-    on_every_path,
+    values_on_every_path,
     walk_back,
 )
-from hookline.verbs.anatomy.trace import Event, Trace, Value, kind_of
+from hookline.verbs.anatomy.trace import Event, Trace, Value, port_or_operation
 
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -62,7 +62,7 @@ class Layer:
     # The number of heads of the values, before they are repeated; 0 if unknown.
     n_value_heads: int = 0
 
-    def of_kind(self, kind: str) -> list[Part]:
+    def parts_of_kind(self, kind: str) -> list[Part]:
         """Return the parts of a kind."""
         return [part for part in self.parts if part.kind == kind]
 
@@ -107,7 +107,7 @@ def _product_with_values(softmax: Event, term: Term) -> AttentionCore | None:
     return None
 
 
-def is_cross(part: Part, block: Block, stack_begin: int) -> bool:
+def is_cross_attention(part: Part, block: Block, stack_begin: int) -> bool:
     """Tell whether an attention's values come from before the stack, such as from an encoder.
 
     Args:
@@ -148,16 +148,20 @@ def site_of(trace: Trace, value: Value, inside: str, *, is_innermost: bool = Fal
     sign = -1 if is_innermost else 1
     places = [place for each in value.equal_values()[::sign] for place in each.places]
     for kind in ("output", "operation"):
-        fitting = [place for place in places if kind_of(place) == kind and _is_in(place, inside)]
+        fitting = [
+            place
+            for place in places
+            if port_or_operation(place) == kind and _is_place_inside(place, inside)
+        ]
         if fitting:
             return trace.site_text(min(fitting, key=lambda place: sign * place.path.count(".")))
     return None
 
 
-def _is_in(place: Site, inside: str) -> bool:
+def _is_place_inside(place: Site, inside: str) -> bool:
     path = place.path.partition("@")[0]
     if path == inside:
-        return kind_of(place) == "operation"
+        return port_or_operation(place) == "operation"
     return path.startswith(f"{inside}." if inside else "")
 
 
@@ -179,9 +183,9 @@ def input_site(trace: Trace, value: Value, inside: str, events: Sequence[Event])
 def stream_site(trace: Trace, value: Value, block: Block) -> str | None:
     """Return the site where the stream can be seen and changed."""
     if value is block.pre:
-        return next(iter(trace.sites(value, "input", block.path)), None)
+        return next(iter(trace.sites_of_kind(value, "input", block.path)), None)
     if value is block.post and value in block.call.outputs.values():
-        return next(reversed(trace.sites(value, "output", block.path)), None)
+        return next(reversed(trace.sites_of_kind(value, "output", block.path)), None)
     shape = block.pre.tensor.shape
     shaped = next((each for each in value.equal_values() if each.tensor.shape == shape), value)
     return site_of(trace, shaped, block.path)
@@ -199,7 +203,7 @@ def unavoidable_values(term: Term) -> list[Value]:
             new = [value for value in event.outputs if id(value) not in reached]
             reached.update(map(id, new))
             values += new
-    return on_every_path(values, term.value) if id(term.value) in reached else [term.value]
+    return values_on_every_path(values, term.value) if id(term.value) in reached else [term.value]
 
 
 def input_and_output(term: Term) -> tuple[Value, Value]:
@@ -210,10 +214,10 @@ def input_and_output(term: Term) -> tuple[Value, Value]:
         return gates[0], term.value
     first = [value for value in gates if event_index(value) < products[0]] or gates[:1]
     last = [value for value in gates if event_index(value) >= products[-1]] or [term.value]
-    return _most_like_stream(first[::-1], term), _most_like_stream(last, term)
+    return _closest_in_shape_to_stream(first[::-1], term), _closest_in_shape_to_stream(last, term)
 
 
-def _most_like_stream(values: Sequence[Value], term: Term) -> Value:
+def _closest_in_shape_to_stream(values: Sequence[Value], term: Term) -> Value:
     """Return the first value of the stream's shape, or else of its size, or else the first."""
     stream = term.reads[-1].tensor
     shaped = [value for value in values if value.tensor.shape == stream.shape]
@@ -241,16 +245,20 @@ def refuse_several_streams(layer: Layer) -> None:
             raise NoStream(f"{layer.block.path} mixes {n_streams} streams (hyper-connections)")
 
 
-def find_named_sites(trace: Trace, layer: Layer) -> None:
+def name_stream_and_parts(trace: Trace, layer: Layer) -> None:
     """Find the sites of the names of a layer, whose parts have kinds."""
     block, names = layer.block, layer.names
-    names.put("resid_pre", stream_site(trace, block.pre, block), "the block has no input of it")
-    names.put("resid_post", stream_site(trace, block.post, block), "the block does not return it")
+    names.add_or_refuse(
+        "resid_pre", stream_site(trace, block.pre, block), "the block has no input of it"
+    )
+    names.add_or_refuse(
+        "resid_post", stream_site(trace, block.post, block), "the block does not return it"
+    )
     for kind, prefix in KINDS.items():
-        parts = layer.of_kind(kind)
+        parts = layer.parts_of_kind(kind)
         if len(parts) != 1:
             singular, several = WORDS[kind]
-            why = f"the block has no {singular}{why_none(layer, kind)}"
+            why = f"the block has no {singular}{why_no_part(layer, kind)}"
             if parts:
                 every = [site_of(trace, part.term.value, block.path) for part in parts]
                 why = f"the block has {len(parts)} {several}: {', '.join(map(str, every))}"
@@ -258,21 +266,21 @@ def find_named_sites(trace: Trace, layer: Layer) -> None:
             continue
         term = parts[0].term
         got, returned = input_and_output(term)
-        names.put(f"{prefix}_in", input_site(trace, got, block.path, term.events))
+        names.add_or_refuse(f"{prefix}_in", input_site(trace, got, block.path, term.events))
         is_added = any(value is returned.origin for value in term.value.equal_values())
         raw = term.value if is_added else returned
-        names.put(f"{prefix}_out_raw", site_of(trace, raw, block.path))
-        names.put(f"{prefix}_out", site_of(trace, term.value, block.path))
+        names.add_or_refuse(f"{prefix}_out_raw", site_of(trace, raw, block.path))
+        names.add_or_refuse(f"{prefix}_out", site_of(trace, term.value, block.path))
     mid, why = find_mid_stream(layer)
     if mid is None:
         names.refuse(["resid_mid"], why)
     else:
-        names.put("resid_mid", stream_site(trace, mid, block))
+        names.add_or_refuse("resid_mid", stream_site(trace, mid, block))
 
 
-def why_none(layer: Layer, kind: str) -> str:
+def why_no_part(layer: Layer, kind: str) -> str:
     """Say what else the part is that could be of a kind, if the block has one."""
-    reasons = [part.why for part in layer.of_kind("unknown")]
+    reasons = [part.why for part in layer.parts_of_kind("unknown")]
     if kind == "attention":
         reasons = [part.why for part in layer.parts if part.cores and part.why] or reasons
     return f": {reasons[0]}" if reasons else ""
@@ -289,12 +297,12 @@ WORDS = {
 def find_mid_stream(layer: Layer) -> tuple[Value | None, str]:
     """Return the stream between the two parts of a block; None and the reason without it."""
     mixing = [part for part in layer.parts if part.kind in ("attention", "mixer", "cross")]
-    mlp = layer.of_kind("mlp")
+    mlp = layer.parts_of_kind("mlp")
     if not mixing or not mlp:
         kind = "part that mixes tokens" if not mixing else "MLP"
         return (
             None,
-            f"the block has no {kind}{why_none(layer, 'attention' if not mixing else '')}",
+            f"the block has no {kind}{why_no_part(layer, 'attention' if not mixing else '')}",
         )
     reads = mlp[0].term.reads
     if len(mlp) > 1:
@@ -316,7 +324,7 @@ def _sum_error(after: Tensor, before: Tensor, *terms: Tensor) -> float:
     total = before
     for term in terms:
         total = total + reshape_or_expand(term, before.shape)
-    return error(total, after)
+    return relative_error(total, after)
 
 
 def reshape_or_expand(term: Tensor, shape: torch.Size) -> Tensor:
@@ -335,15 +343,20 @@ def claim_stream_identities(trace: Trace, layer: Layer) -> None:
         sites = (after, before, *terms)
         proven = (*streams, *(name for name in sums if names.sites.get(name) in terms))
         if terms:
-            names.claim(" + ".join(map(str, sites[1:])), proven, sites, _sum_error)
+            names.add_claim(" + ".join(map(str, sites[1:])), proven, sites, _sum_error)
         else:
-            names.claim(f"a scale or norm of {before}", proven, sites, error_up_to_rescale)
+            names.add_claim(f"a scale or norm of {before}", proven, sites, equal_or_rescale_error)
     for kind, prefix in KINDS.items():
-        for part in layer.of_kind(kind)[:1]:
+        for part in layer.parts_of_kind(kind)[:1]:
             got = names.sites.get(f"{prefix}_in")
             if got is not None and part.term.reads:
                 read = stream_site(trace, part.term.reads[-1], block)
-                names.claim("norm", (f"{prefix}_in",), (got, read), error_up_to_rescale)
-            raw, added = names.sites.get(f"{prefix}_out_raw"), names.sites.get(f"{prefix}_out")
+                names.add_claim("norm", (f"{prefix}_in",), (got, read), equal_or_rescale_error)
+            raw, added = (
+                names.sites.get(f"{prefix}_out_raw"),
+                names.sites.get(f"{prefix}_out"),
+            )
             if raw is not None and added is not None and raw != added:
-                names.claim("rescale", (f"{prefix}_out_raw",), (added, raw), error_up_to_rescale)
+                names.add_claim(
+                    "rescale", (f"{prefix}_out_raw",), (added, raw), equal_or_rescale_error
+                )

@@ -23,18 +23,18 @@ from hookline.errors import (
     SelectionError,
     StructureError,
 )
-from hookline.verbs.anatomy.embeddings_and_head import name_embeddings, name_norm_and_logits
+from hookline.verbs.anatomy.embeddings_and_head import name_embeddings, name_final_norm_and_logits
 from hookline.verbs.anatomy.identities import Claim, tolerance
 from hookline.verbs.anatomy.interventions import Interventions
 from hookline.verbs.anatomy.name_inside_parts import name_attention, name_experts, name_mlp
-from hookline.verbs.anatomy.parts import claim_stream_identities, find_named_sites
+from hookline.verbs.anatomy.parts import claim_stream_identities, name_stream_and_parts
 from hookline.verbs.anatomy.stacks import Stack, find_stacks
 from hookline.verbs.anatomy.trace import Trace
 from hookline.verbs.record.record import record
 from hookline.verbs.shared.run_model import call, copied
 
 
-def find_and_prove(model: nn.Module, trace: Trace, inputs: Sequence[Any]) -> list[Stack]:
+def find_and_prove_parts(model: nn.Module, trace: Trace, inputs: Sequence[Any]) -> list[Stack]:
     """Find and prove the parts of every stack of a model.
 
     Args:
@@ -46,14 +46,14 @@ def find_and_prove(model: nn.Module, trace: Trace, inputs: Sequence[Any]) -> lis
         SelectionError: no stack of the model has a residual stream.
         InputError: the inputs have fewer than three tokens.
     """
-    stacks = _find_stacks(model, trace)
+    stacks = _require_stacks(model, trace)
     for stack in stacks:
         _check_enough_tokens(stack, inputs[0])
         Interventions(model, trace, inputs[0], stack.layers).determine_kinds()
         _name_parts(model, trace, stack, is_last=stack is stacks[-1])
         _prove_names(model, stack, inputs)
         if stack.head is not None:
-            stack.head.forget_the_trace()
+            stack.head.release_trace()
     return stacks
 
 
@@ -79,11 +79,11 @@ def _check_enough_tokens(stack: Stack, inputs: Any) -> None:
 _FEWEST_TOKENS = 3
 
 
-def _find_stacks(model: nn.Module, trace: Trace) -> list[Stack]:
+def _require_stacks(model: nn.Module, trace: Trace) -> list[Stack]:
     stacks, reasons = find_stacks(model, trace)
     if not stacks:
         none = "no stack of blocks ran, two or more, each on what the last one returned"
-        why = reasons[0] if reasons else none + _scripted_text(model)
+        why = reasons[0] if reasons else none + _scripted_module_text(model)
         raise SelectionError(
             f"{type(model).__name__} must have a residual stream, and none can be proven: {why}."
             "\nSelect modules by their paths: hl.summary(model) lists them."
@@ -91,7 +91,7 @@ def _find_stacks(model: nn.Module, trace: Trace) -> list[Stack]:
     return sorted(stacks, key=lambda stack: stack.layers[-1].block.call.end)
 
 
-def _scripted_text(model: nn.Module) -> str:
+def _scripted_module_text(model: nn.Module) -> str:
     """Name a module whose calls nobody sees, if the model has one."""
     paths = [path for path, module in model.named_modules() if is_scripted(module)]
     return f"; {paths[0]} is a ScriptModule, whose calls are not seen" if paths else ""
@@ -100,14 +100,14 @@ def _scripted_text(model: nn.Module) -> str:
 def _name_parts(model: nn.Module, trace: Trace, stack: Stack, *, is_last: bool) -> None:
     """Find the sites of all names, and claim the identities that prove them."""
     for layer in stack.layers:
-        find_named_sites(trace, layer)
+        name_stream_and_parts(trace, layer)
         claim_stream_identities(trace, layer)
         name_mlp(trace, layer)
         name_experts(trace, layer, model)
         name_attention(trace, layer)
     n_words = name_embeddings(model, trace, stack.layers[0], stack.names)
     if is_last:
-        stack.head = name_norm_and_logits(trace, stack.layers[-1], stack.names, n_words)
+        stack.head = name_final_norm_and_logits(trace, stack.layers[-1], stack.names, n_words)
 
 
 def _prove_names(model: nn.Module, stack: Stack, inputs: Sequence[Any]) -> None:
@@ -174,7 +174,7 @@ def _measure_claim(claim: Claim, values: dict[str, Tensor | str]) -> tuple[float
 
 
 @contextmanager
-def quiet_without_fastpath() -> Iterator[None]:
+def without_warnings_and_fastpath() -> Iterator[None]:
     """Leave out hookline's warnings: sites that never fire are refused, and no run is kept.
 
     Torch's fast path for padded texts is left out, too: its values are nested, without a shape.

@@ -51,7 +51,7 @@ class ProvenNames:
         """Return the layers that have a part; none if it belongs to the whole model."""
         return sorted(layer for having, layer in self.sites if having == name and layer != _WHOLE)
 
-    def find(self, name: str, layer: int | None = None) -> list[str]:
+    def sites_of(self, name: str, layer: int | None = None) -> list[str]:
         """Return the sites of a part.
 
         Args:

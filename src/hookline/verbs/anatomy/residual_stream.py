@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from hookline.verbs.anatomy.identities import best_rescale_error
+from hookline.verbs.anatomy.identities import rescale_fit_error
 from hookline.verbs.anatomy.trace import SCALES, SUMS, Event, ModuleCall, Trace, Value
 
 MATMULS = {
@@ -73,7 +73,7 @@ class NoStream(Exception):
     """A block has no residual stream, for a reason."""
 
 
-def block_of(trace: Trace, call: ModuleCall) -> Block:
+def trace_stream_through_block(trace: Trace, call: ModuleCall) -> Block:
     """Follow the stream through a block.
 
     Raises:
@@ -83,7 +83,7 @@ def block_of(trace: Trace, call: ModuleCall) -> Block:
     begins = [value for value in call.inputs.values() if _may_be_stream(value)]
     streams = []
     for post in dict.fromkeys(ends):
-        light = _walk_sums_and_norms(post, call.begin)
+        light = _walk_back_sums_and_norms(post, call.begin)
         own = [pre for pre in begins if pre is not post and any(v is pre for v in light)]
         streams += [(own[0], post, light)] if own else []
     if not streams:
@@ -98,20 +98,24 @@ def block_of(trace: Trace, call: ModuleCall) -> Block:
 def _why_no_stream(call: ModuleCall, begins: list[Value], ends: list[Value]) -> str:
     if not begins or not ends:
         return f"{call.path} gets or returns no stream of floating numbers"
-    last = _last_not_sum_or_norm(ends[0], call.begin)
-    by = "" if last is None else f"; on the way is {last.path}@{last.name}{_rescale_text(last)}"
+    last = _last_event_not_sum_or_norm(ends[0], call.begin)
+    by = (
+        ""
+        if last is None
+        else f"; on the way is {last.path}@{last.name}{_rescale_error_text(last)}"
+    )
     return f"no sums, norms and scales alone lead from the input of {call.path} to its output{by}"
 
 
-def _rescale_text(event: Event) -> str:
+def _rescale_error_text(event: Event) -> str:
     """Say how far a call is from a scale or a norm, if it returns as many numbers as it gets."""
     before, after = event.varying[0].tensor, event.outputs[0].tensor
-    off = best_rescale_error(after, before) if after.dim() > 1 else math.inf
+    off = rescale_fit_error(after, before) if after.dim() > 1 else math.inf
     return f", off by {off:.1e} from a scale or a norm on input 1" if off < math.inf else ""
 
 
-def _last_not_sum_or_norm(end: Value, begin: int) -> Event | None:
-    light = _walk_sums_and_norms(end, begin)
+def _last_event_not_sum_or_norm(end: Value, begin: int) -> Event | None:
+    light = _walk_back_sums_and_norms(end, begin)
     heavy = [
         value.maker
         for value in light
@@ -128,7 +132,7 @@ def _is_sum_or_norm(value: Value) -> bool:
     return value.maker is not None and (value.like is not None or value.maker.name in _LIGHT)
 
 
-def _walk_sums_and_norms(end: Value, begin: int) -> list[Value]:
+def _walk_back_sums_and_norms(end: Value, begin: int) -> list[Value]:
     """Return the values from which sums, norms and scales lead to a value; that value first."""
     before, waiting = {id(end): end}, [end]
     while waiting:
@@ -158,10 +162,10 @@ def _stream_values(pre: Value, post: Value, linked: Sequence[Value]) -> list[Val
         if is_after and any(id(source) in on_path for source in value.maker.varying):
             on_path.add(id(value))
             values.append(value)
-    return on_every_path(values, post)
+    return values_on_every_path(values, post)
 
 
-def on_every_path(values: Sequence[Value], last: Value) -> list[Value]:
+def values_on_every_path(values: Sequence[Value], last: Value) -> list[Value]:
     """Return the values, in the order in which they were made, that no path passes by."""
     place = {id(value): k for k, value in enumerate(values)}
     until = list(range(len(values)))  # the last place that uses a value
@@ -187,13 +191,15 @@ def _stream_steps(spine: list[Value], call: ModuleCall) -> list[Step]:
         assert event is not None
         others = [value for value in event.varying if value is not start]
         is_sum = event.name in SUMS and start in event.varying and len(others) == 1
-        addends = _addends(others[0], event.path, on_stream, call.begin) if is_sum else []
+        addends = (
+            _split_sum_of_parts(others[0], event.path, on_stream, call.begin) if is_sum else []
+        )
         terms = [Term(value, *walk_back(value, on_stream, call.begin)) for value in addends]
         steps.append(Step(start, end, terms))
     return steps
 
 
-def _addends(value: Value, path: str, on_stream: set[int], begin: int) -> list[Value]:
+def _split_sum_of_parts(value: Value, path: str, on_stream: set[int], begin: int) -> list[Value]:
     """Return the terms of a sum of two parts, where the same forward has added them."""
     event = value.maker
     is_sum = event is not None and event.path == path and event.name in SUMS
@@ -203,7 +209,9 @@ def _addends(value: Value, path: str, on_stream: set[int], begin: int) -> list[V
         events, _ = walk_back(part, on_stream, begin)
         if not any(each.name in MATMULS for each in events):
             return [value]  # such as a bias
-    return [each for part in event.varying for each in _addends(part, path, on_stream, begin)]
+    return [
+        each for part in event.varying for each in _split_sum_of_parts(part, path, on_stream, begin)
+    ]
 
 
 def walk_back(value: Value, stop_ids: Iterable[int], begin: int) -> tuple[list[Event], list[Value]]:

@@ -12,9 +12,14 @@ from torch import nn
 from hookline.engine import unwrap
 from hookline.verbs.anatomy.embeddings_and_head import Head
 from hookline.verbs.anatomy.identities import Names
-from hookline.verbs.anatomy.parts import Layer, is_cross, refuse_several_streams, unclassified_layer
+from hookline.verbs.anatomy.parts import (
+    Layer,
+    is_cross_attention,
+    refuse_several_streams,
+    unclassified_layer,
+)
 from hookline.verbs.anatomy.proven_names import ProvenNames
-from hookline.verbs.anatomy.residual_stream import NoStream, block_of
+from hookline.verbs.anatomy.residual_stream import NoStream, trace_stream_through_block
 from hookline.verbs.anatomy.trace import ModuleCall, Trace
 
 
@@ -33,7 +38,7 @@ class Stack:
     # The shapes of the values by site, for the first input.
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def holds(self, path: str) -> bool:
+    def contains_module(self, path: str) -> bool:
         """Tell whether a module is one of the blocks, or in one."""
         return any(f"{path}.".startswith(f"{layer.block.path}.") for layer in self.layers)
 
@@ -65,18 +70,22 @@ def find_stacks(model: nn.Module, trace: Trace) -> tuple[list[Stack], list[str]]
     reasons: list[tuple[int, str]] = []
     for path, calls in _chained_children(model, trace):
         layers = [_layer_or_no_stream(trace, call) for call in calls]
-        chains += [Stack(path, run) for run in _connected_layers(layers)]
-        reasons += _why_no_stream([model.get_submodule(call.path) for call in calls], layers)
+        chains += [Stack(path, run) for run in _runs_of_connected_layers(layers)]
+        reasons += _reasons_for_no_stream(
+            [model.get_submodule(call.path) for call in calls], layers
+        )
     stacks: list[Stack] = []
     for chain in chains:
-        inner = [each for each in chains if each is not chain and chain.holds(each.path)]
-        if any(stack.holds(chain.path) for stack in stacks) or _has_stages(chain, inner):
+        inner = [each for each in chains if each is not chain and chain.contains_module(each.path)]
+        if any(stack.contains_module(chain.path) for stack in stacks) or _are_blocks_stages(
+            chain, inner
+        ):
             continue
         stacks.append(chain)
     return stacks, [why for _, why in sorted(reasons, reverse=True)]
 
 
-def _why_no_stream(
+def _reasons_for_no_stream(
     modules: Sequence[nn.Module], layers: Sequence[Layer | NoStream]
 ) -> Iterator[tuple[int, str]]:
     """Yield why modules of one type, one after the other, have no stream; and their number."""
@@ -102,12 +111,12 @@ def _chained_children(model: nn.Module, trace: Trace) -> Iterator[tuple[str, lis
     for path, module in _unwrapped_modules(model, ""):
         paths = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
         runs = [call for child in paths for call in trace.calls.get(child, ())]
-        calls = [call for call in runs if not _returns_what_it_gets(call)]
+        calls = [call for call in runs if not _returns_its_inputs(call)]
         if len({call.path for call in calls}) < len(calls):
             continue  # a child that runs again has no site of its own
         chain: list[ModuleCall] = []
         for call in sorted(calls, key=lambda each: each.begin):
-            if chain and not (chain[-1].end <= call.begin and _feeds(chain[-1], call)):
+            if chain and not (chain[-1].end <= call.begin and _feeds_into(chain[-1], call)):
                 yield path, chain
                 chain = []
             chain.append(call)
@@ -123,26 +132,26 @@ def _unwrapped_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.M
         yield from _unwrapped_modules(child, f"{path}.{name}" if path else name)
 
 
-def _returns_what_it_gets(call: ModuleCall) -> bool:
+def _returns_its_inputs(call: ModuleCall) -> bool:
     given = {id(value.origin) for value in call.inputs.values()}
     return bool(call.outputs) and all(id(value.origin) in given for value in call.outputs.values())
 
 
-def _feeds(first: ModuleCall, second: ModuleCall) -> bool:
+def _feeds_into(first: ModuleCall, second: ModuleCall) -> bool:
     origins = {id(value.origin) for value in first.outputs.values()}
     return any(id(value.origin) in origins for value in second.inputs.values())
 
 
 def _layer_or_no_stream(trace: Trace, call: ModuleCall) -> Layer | NoStream:
     try:
-        layer = unclassified_layer(block_of(trace, call))
+        layer = unclassified_layer(trace_stream_through_block(trace, call))
         refuse_several_streams(layer)
     except NoStream as reason:
         return reason
     return layer
 
 
-def _connected_layers(layers: Sequence[Layer | NoStream]) -> Iterator[list[Layer]]:
+def _runs_of_connected_layers(layers: Sequence[Layer | NoStream]) -> Iterator[list[Layer]]:
     """Yield the longest runs of two or more blocks whose stream goes from each to the next."""
     runs: list[list[Layer]] = [[]]
     for layer in layers:
@@ -169,15 +178,15 @@ def _without_last_norm(run: list[Layer]) -> list[Layer]:
     return run
 
 
-def _has_stages(chain: Stack, inner: Sequence[Stack]) -> bool:
+def _are_blocks_stages(chain: Stack, inner: Sequence[Stack]) -> bool:
     """Tell whether the blocks are stages, each with blocks that have attention of their own."""
-    return any(_n_attentions(chain, layer) > 1 for layer in chain.layers) and any(
-        sum(_n_attentions(each, layer) > 0 for layer in each.layers) > 1 for each in inner
+    return any(_n_self_attentions(chain, layer) > 1 for layer in chain.layers) and any(
+        sum(_n_self_attentions(each, layer) > 0 for layer in each.layers) > 1 for each in inner
     )
 
 
-def _n_attentions(chain: Stack, layer: Layer) -> int:
+def _n_self_attentions(chain: Stack, layer: Layer) -> int:
     """Return how many parts of a block attend to the stream."""
     begin = chain.layers[0].block.call.begin
     parts = [part for part in layer.parts if part.cores]
-    return sum(not is_cross(part, layer.block, begin) for part in parts)
+    return sum(not is_cross_attention(part, layer.block, begin) for part in parts)

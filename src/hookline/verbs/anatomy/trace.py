@@ -33,7 +33,7 @@ SUMS = {"add", "add_", "iadd", "radd"}
 SCALES = {"mul", "mul_", "imul", "rmul", "div", "div_", "idiv", "true_divide", "rdiv"}
 
 
-def kind_of(place: Site) -> str:
+def port_or_operation(place: Site) -> str:
     """Return "operation" for the output of a function of torch, or else the port of a module."""
     return "operation" if "@" in place.path else place.port
 
@@ -138,7 +138,7 @@ class Trace(TorchFunctionMode):
 
     # -- values -----------------------------------------------------------------------------------
 
-    def value(self, tensor: Tensor) -> Value:
+    def value_of(self, tensor: Tensor) -> Value:
         """Return the value that a tensor holds now."""
         key = id(tensor), version(tensor)
         value = self._values.get(key)
@@ -149,8 +149,8 @@ class Trace(TorchFunctionMode):
                 value.maker, value.is_constant = writer.maker, writer.is_constant
         return value
 
-    def _value_or_part(self, part: Any) -> Any:
-        return self.value(part) if isinstance(part, Tensor) else part
+    def _value_if_tensor(self, part: Any) -> Any:
+        return self.value_of(part) if isinstance(part, Tensor) else part
 
     def _new_value(self, tensor: Tensor) -> Value:
         weight = self._weights.get(id(tensor))
@@ -170,8 +170,8 @@ class Trace(TorchFunctionMode):
         given = [tensor for _, tensor in tree.tensors((args, kwargs))]
         if not self._running or any(map(is_wrapped, given)):
             return func(*args, **kwargs)
-        inputs = [self.value(tensor) for tensor in given]
-        arguments = _map_parts(self._value_or_part, (args, kwargs))
+        inputs = [self.value_of(tensor) for tensor in given]
+        arguments = _map_nested(self._value_if_tensor, (args, kwargs))
         versions = [version(tensor) for tensor in given]
         result = func(*args, **kwargs)
         written = [t for t, v in zip(given, versions, strict=True) if version(t) != v]
@@ -209,10 +209,10 @@ class Trace(TorchFunctionMode):
 
     # -- calls of modules -------------------------------------------------------------------------
 
-    def bind(self, site: Site) -> Any:
+    def make_callback(self, site: Site) -> Any:
         """Return the callback of a port of a module."""
 
-        note = self._enter if site.port == "input" else self._leave
+        note = self._enter_module if site.port == "input" else self._leave_module
 
         def callback(_: Any, value: Any) -> None:
             with without_function_modes():
@@ -220,17 +220,17 @@ class Trace(TorchFunctionMode):
 
         return callback
 
-    def _enter(self, site: Site, given: Any) -> None:
+    def _enter_module(self, site: Site, given: Any) -> None:
         module_call = ModuleCall(site.path, len(self.events))
         self.calls.setdefault(site.path, []).append(module_call)
         self._running.append(module_call)
-        module_call.inputs = dict(self._note_places(site, given))
+        module_call.inputs = dict(self._add_sites_to_values(site, given))
 
-    def _leave(self, site: Site, result: Any) -> None:
+    def _leave_module(self, site: Site, result: Any) -> None:
         module_call = self._running.pop()
         module_call.end = len(self.events)
         given = list(module_call.inputs.values())
-        module_call.outputs = dict(self._note_places(site, result))
+        module_call.outputs = dict(self._add_sites_to_values(site, result))
         made = [
             value
             for value in module_call.outputs.values()
@@ -243,20 +243,20 @@ class Trace(TorchFunctionMode):
             for value in made:
                 value.maker = event
 
-    def _note_places(self, site: Site, values: Any) -> Iterator[tuple[tree.Leaf, Value]]:
+    def _add_sites_to_values(self, site: Site, values: Any) -> Iterator[tuple[tree.Leaf, Value]]:
         number = len(self.calls[site.path]) - 1
         for leaf, tensor in tree.tensors(values):
             if not is_wrapped(tensor):
-                value = self.value(tensor)
+                value = self.value_of(tensor)
                 value.places.append(Site(site.path, site.port, leaf, number))
                 yield leaf, value
 
-    def sites(self, value: Value, kind: str, path: str | None = None) -> list[str]:
+    def sites_of_kind(self, value: Value, kind: str, path: str | None = None) -> list[str]:
         """Return where a value is seen as a kind of place: of one module, or of any."""
         return [
             self.site_text(place)
             for place in value.places
-            if kind_of(place) == kind and path in (None, place.path)
+            if port_or_operation(place) == kind and path in (None, place.path)
         ]
 
     def tensor_by_site(self) -> dict[str, Tensor]:
@@ -273,7 +273,9 @@ class Trace(TorchFunctionMode):
         return str(place if n_calls > 1 else replace(place, call=None))
 
 
-def replay(events: Iterable[Event], tensor_by_id: dict[int, Tensor], wanted: Value) -> Tensor:
+def replay_events(
+    events: Iterable[Event], tensor_by_id: dict[int, Tensor], wanted: Value
+) -> Tensor:
     """Compute a value again, from other numbers.
 
     Args:
@@ -290,7 +292,7 @@ def replay(events: Iterable[Event], tensor_by_id: dict[int, Tensor], wanted: Val
         return number(part).clone() if isinstance(part, Value) else part
 
     for event in events:
-        args, kwargs = _map_parts(copied if event.writes else number, event.arguments)
+        args, kwargs = _map_nested(copied if event.writes else number, event.arguments)
         result = event.function(*args, **kwargs)
         made = [tensor for _, tensor in tree.tensors(result)]
         for place, value in enumerate(event.outputs):
@@ -298,7 +300,7 @@ def replay(events: Iterable[Event], tensor_by_id: dict[int, Tensor], wanted: Val
     return numbers[id(wanted)]
 
 
-def replay_tokens(
+def replay_by_token(
     events: Sequence[Event],
     given: Sequence[tuple[Value, Tensor]],
     wanted: Value,
@@ -320,7 +322,7 @@ def replay_tokens(
     for start in range(0, shape.numel(), places.numel()):
         slots = torch.arange(start, start + places.numel(), device="cpu") % shape.numel()
         parts = {id(value): own[slots].reshape(value.tensor.shape) for value, own in rows}
-        result = replay(events, {**(weight_by_id or {}), **parts}, wanted)
+        result = replay_events(events, {**(weight_by_id or {}), **parts}, wanted)
         if result.shape[:-1] != places and result.shape[:-1] == places[::-1]:
             result = result.transpose(0, 1)  # tokens came first
         results.append(result.flatten(0, -2))
@@ -328,11 +330,11 @@ def replay_tokens(
     return computed.reshape(*shape, *computed.shape[1:])
 
 
-def _map_parts(function: Any, part: Any) -> Any:
+def _map_nested(function: Any, part: Any) -> Any:
     if isinstance(part, tuple | list):
-        return type(part)([_map_parts(function, each) for each in part])
+        return type(part)([_map_nested(function, each) for each in part])
     if isinstance(part, dict):
-        return {key: _map_parts(function, each) for key, each in part.items()}
+        return {key: _map_nested(function, each) for key, each in part.items()}
     return function(part)
 
 
@@ -358,7 +360,7 @@ def trace_model(model: nn.Module, inputs: Any) -> Trace:
     trace, line = Trace(model), Line(model, name="anatomy")
     line.options.quiet = line.options.lenient = True
     with line:
-        line.attach_taps(line.select(None, ("input", "output")), trace.bind, Order.RECORD)
+        line.attach_taps(line.select(None, ("input", "output")), trace.make_callback, Order.RECORD)
         with trace:
             call(model, copied(inputs))
     return trace

@@ -37,19 +37,19 @@ def trial_inputs(model: nn.Module, given: Any = None) -> list[Any]:
     return [_random_texts(model, words, seed, n) for seed, n in ((0, _TOKENS), (1, _FEWER_TOKENS))]
 
 
-def _generator(seed: int) -> torch.Generator:
+def _seeded_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def _random_normal(shape: Sequence[int], seed: int) -> Tensor:
-    return torch.randn(shape, generator=_generator(seed), device="cpu")
+    return torch.randn(shape, generator=_seeded_generator(seed), device="cpu")
 
 
 def _random_texts(model: nn.Module, embedding: nn.Embedding, seed: int, n_tokens: int) -> Any:
     def draw(more: int) -> Tensor:
         high = embedding.num_embeddings
         shape = (_ROWS, n_tokens)
-        low, own = min(3, high - 1), _generator(seed + more)
+        low, own = min(3, high - 1), _seeded_generator(seed + more)
         ids = torch.randint(low, high, shape, generator=own, device="cpu")
         return ids.to(embedding.weight.device)
 
