@@ -59,7 +59,7 @@ Grads = list[Tensor | None]
 
 @final
 @dataclass(slots=True, eq=False)
-class _Call:
+class _PendingCall:
     """One call of a module whose backward is still to come.
 
     Args:
@@ -102,7 +102,7 @@ class _RawBackwardTap(GradientTap):
         return path_text(self.site.path)
 
     @while_tracing
-    def refuse_graphs(self) -> None:
+    def refuse_compilation(self) -> None:
         """Refuse the compilation of code that calls this tap.
 
         Raises:
@@ -119,7 +119,7 @@ class _RawBackwardTap(GradientTap):
         super().retire()
         self.function = no_callback
 
-    def _tensors_to_hook(self, output: Any) -> list[Tensor]:
+    def _count_and_list_tensors_to_hook(self, output: Any) -> list[Tensor]:
         """List the output tensors that require gradients, each once, and count the output."""
         distinct = tree.distinct(output)
         tensors = [t for t in distinct if t.requires_grad and t.grad_fn is not None]
@@ -144,13 +144,13 @@ class _RawBackwardTap(GradientTap):
         if view is not None:
             self.settle_view_later(current, view)
 
-    def _new_call(self, module: nn.Module, frame: int = 0) -> _Call:
+    def _new_pending_call(self, module: nn.Module, frame: int = 0) -> _PendingCall:
         # Weakly, because a module that keeps its output would be held by that output's graph for
         # ever. The line holds its own modules while it lasts. Nothing else holds a module that
         # hl.EVERYWHERE met, so the call holds that one.
-        return _Call((lambda: module) if self.is_everywhere else weakref.ref(module), frame)
+        return _PendingCall((lambda: module) if self.is_everywhere else weakref.ref(module), frame)
 
-    def _call_hook(self, call: _Call, old: Any, *rest: Any) -> Any:
+    def _call_user_hook(self, call: _PendingCall, old: Any, *rest: Any) -> Any:
         """Call the user's function with the gradients; return None if they stay unchanged."""
         module = call.module()
         if self.passes.closed or module is None:
@@ -172,14 +172,14 @@ class BackwardPreTap(_RawBackwardTap):
 
     __slots__ = ()
     hooks: tuple[HookSpec, HookSpec] = (
-        HookSpec("forward", "join_outputs", Order.JOIN),
+        HookSpec("forward", "join_output_gradients", Order.JOIN),
         HookSpec("forward", "fire", Order.GRAD_HOOK),
     )
 
-    def join_outputs(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
+    def join_output_gradients(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
         """Join the gradients of several outputs in one node: an early forward hook."""
         if not key and is_dynamo_compiling():
-            self.refuse_graphs()
+            self.refuse_compilation()
         key = key or id(sys._getframe(1))
         current = self._pass_of(module)
         if current is None or not torch.is_grad_enabled():
@@ -190,12 +190,12 @@ class BackwardPreTap(_RawBackwardTap):
             )
         if meeting is None:
             return output
-        call = self._new_call(module)
-        call.outputs = _torch_outline(output, meeting.alias_index)
+        call = self._new_pending_call(module)
+        call.outputs = _outline_as_tuple(output, meeting.alias_index)
 
         def hook(grads: Grads) -> Grads | None:
             old = outlines.fill(call.outputs, dict(enumerate(grads)))
-            new = self._call_hook(call, old)
+            new = self._call_user_hook(call, old)
             return None if new is None else _replace_gradients(call.outputs, new, grads)
 
         self.placed += 1
@@ -212,16 +212,18 @@ class BackwardPreTap(_RawBackwardTap):
         if not torch.is_grad_enabled():
             self._gradients_come_in_recomputation(current)
             return None
-        tensors = self._tensors_to_hook(value)
+        tensors = self._count_and_list_tensors_to_hook(value)
         if len(tensors) != 1:
             return None
-        call = self._new_call(module)
-        call.outputs = _torch_outline(value, lambda tensor: 0 if tensor is tensors[0] else None)
-        self._hook_tensor(current, tensors[0], GradHook(self._on_grad, call), module, reads=False)
+        call = self._new_pending_call(module)
+        call.outputs = _outline_as_tuple(value, lambda tensor: 0 if tensor is tensors[0] else None)
+        self._hook_tensor(
+            current, tensors[0], GradHook(self._on_output_gradient, call), module, reads=False
+        )
         return None if value is output else value
 
-    def _on_grad(self, call: _Call, grad: Tensor) -> Tensor | None:
-        new = self._call_hook(call, outlines.fill(call.outputs, {0: grad}))
+    def _on_output_gradient(self, call: _PendingCall, grad: Tensor) -> Tensor | None:
+        new = self._call_user_hook(call, outlines.fill(call.outputs, {0: grad}))
         return None if new is None else _replace_gradients(call.outputs, new, [grad])[0]
 
 
@@ -232,8 +234,8 @@ class BackwardTap(_RawBackwardTap):
     __slots__ = ()
     hooks: tuple[HookSpec, HookSpec, HookSpec, HookSpec] = (
         HookSpec("forward_pre", "begin_call", Order.JOIN, with_kwargs=True),
-        HookSpec("forward", "join_outputs", Order.JOIN),
-        HookSpec("forward", "hook_outputs", Order.GRAD_READ),
+        HookSpec("forward", "join_output_gradients", Order.JOIN),
+        HookSpec("forward", "hook_output_gradients", Order.GRAD_READ),
         HookSpec("forward", "end_call", Order.CLOSE, always_call=True),
     )
 
@@ -242,14 +244,14 @@ class BackwardTap(_RawBackwardTap):
     ) -> Any:
         """Replace the inputs by aliases: the forward-pre hook."""
         if frame is None and is_dynamo_compiling():
-            self.refuse_graphs()
+            self.refuse_compilation()
         if kwargs is None:
             return None  # another thread is removing this hook and has cleared its with_kwargs flag
         frame = frame or sys._getframe(1)
         current = self._pass_of(module)
         if current is None:
             return None
-        call = self._new_call(module, id(call_frame(frame)))
+        call = self._new_pending_call(module, id(call_frame(frame)))
         current.opened.setdefault(self, []).append(call)
         if not torch.is_grad_enabled():
             self._gradients_come_in_recomputation(current)
@@ -269,14 +271,14 @@ class BackwardTap(_RawBackwardTap):
         def hook(grads: Grads) -> Grads | None:
             if call.waits and backward_number() not in call.grad_output:
                 return None  # it bypassed the outputs, as in a second derivative
-            new = self._call_hook_with(call, dict(enumerate(grads)))
+            new = self._call_hook_with_gradients(call, dict(enumerate(grads)))
             return None if new is None else _replace_gradients(call.inputs, new, grads)
 
         # It gets what flowed through the module, before an edit (GRAD_EDIT) of the input.
         entered.add_hook(self._order_or_everywhere(Order.HOOK), hook)
         return args, kwargs
 
-    def join_outputs(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
+    def join_output_gradients(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
         """Join the outputs' gradients where no input requires one: an early forward hook."""
         key = key or id(sys._getframe(1))
         call = self._current_call()
@@ -288,16 +290,16 @@ class BackwardTap(_RawBackwardTap):
                 output, meeting = alias_several_outputs(key, self._path, output)
         if meeting is None:
             return output
-        call.outputs = _torch_outline(output, meeting.alias_index)
+        call.outputs = _outline_as_tuple(output, meeting.alias_index)
 
         def hook(grads: Grads) -> None:
             call.grad_output[backward_number()] = dict(enumerate(grads))
-            self._call_hook_with(call, {})
+            self._call_hook_with_gradients(call, {})
 
         meeting.add_hook(Order.GRAD_READ, hook)
         return output
 
-    def hook_outputs(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
+    def hook_output_gradients(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
         """Note the outputs' gradients: a forward hook after all hooks that change gradients."""
         key = key or id(sys._getframe(1))
         call = self._current_call()
@@ -306,15 +308,15 @@ class BackwardTap(_RawBackwardTap):
             return None
         with outside_checkpoint(current.region):
             value = alias_leaves(output)
-        tensors = self._tensors_to_hook(value)
+        tensors = self._count_and_list_tensors_to_hook(value)
         if call.outputs is not None:
             return None
         call.waits = bool(tensors)
         numbers = {id(tensor): slot for slot, tensor in enumerate(tensors)}
-        call.outputs = _torch_outline(value, lambda tensor: numbers.get(id(tensor)))
+        call.outputs = _outline_as_tuple(value, lambda tensor: numbers.get(id(tensor)))
         meeting = output_gradients(key)
         for slot, tensor in enumerate(tensors):
-            hook = GradHook(self._on_grad, call, slot)
+            hook = GradHook(self._on_output_gradient, call, slot)
             index = None if meeting is None else meeting.alias_index(tensor)
             if meeting is None or index is None:
                 self._hook_tensor(current, tensor, hook, module, reads=True)
@@ -322,20 +324,22 @@ class BackwardTap(_RawBackwardTap):
                 meeting.add_hook(Order.GRAD_READ, hook, index)
         return None if value is output else value
 
-    def _on_grad(self, call: _Call, slot: int, grad: Tensor) -> None:
+    def _on_output_gradient(self, call: _PendingCall, slot: int, grad: Tensor) -> None:
         run = backward_number()
         if run not in call.grad_output:
             call.grad_output[run] = {}
             # Where no gradient of an input is wanted, nothing else removes the gradients.
-            at_end_of_backward(partial(_drop_gradients, call, run))
+            at_end_of_backward(partial(_drop_output_gradients, call, run))
         call.grad_output[run][slot] = grad
         if not call.has_inputs:  # no input requires a gradient, and this is the only output
-            self._call_hook_with(call, {})
+            self._call_hook_with_gradients(call, {})
 
-    def _call_hook_with(self, call: _Call, input_grads: dict[int, Tensor | None]) -> Any:
+    def _call_hook_with_gradients(
+        self, call: _PendingCall, input_grads: dict[int, Tensor | None]
+    ) -> Any:
         grad_output = call.grad_output.pop(backward_number(), {})
         grad_input = outlines.fill(call.inputs, input_grads)
-        return self._call_hook(call, grad_input, outlines.fill(call.outputs, grad_output))
+        return self._call_user_hook(call, grad_input, outlines.fill(call.outputs, grad_output))
 
     def end_call(
         self, module: nn.Module, args: Any, output: Any, frame: FrameType | None = None
@@ -355,17 +359,17 @@ class BackwardTap(_RawBackwardTap):
         if not opened and not current.roots:
             current.run_at_end()
 
-    def _current_call(self) -> _Call | None:
+    def _current_call(self) -> _PendingCall | None:
         current = self.in_thread.running
         opened = None if current is None else current.opened.get(self)
         return opened[-1] if opened else None
 
 
-def _drop_gradients(call: _Call, run: int) -> None:
+def _drop_output_gradients(call: _PendingCall, run: int) -> None:
     call.grad_output.pop(run, None)
 
 
-def _torch_outline(output: Any, slot_of: Callable[[Tensor], int | None]) -> Any:
+def _outline_as_tuple(output: Any, slot_of: Callable[[Tensor], int | None]) -> Any:
     """Return the outline of an output: of a tensor or a list as a tuple, as in torch."""
     if isinstance(output, Tensor):
         return (outlines.outline(output, slot_of),)
@@ -382,7 +386,7 @@ def _replace_gradients(outline: Any, new: Any, old: Sequence[Tensor | None]) -> 
     grads = list(old)
     new_grads: dict[int, Any] = {}
     for slot, grad in _values_by_slot(outline, new):
-        if slot in new_grads and not _are_same(new_grads[slot], grad):
+        if slot in new_grads and not _are_same_gradient(new_grads[slot], grad):
             raise StructureError(
                 "the hook must return one gradient for each tensor, got several for a tensor that"
                 " the module took or returned more than once."
@@ -392,7 +396,7 @@ def _replace_gradients(outline: Any, new: Any, old: Sequence[Tensor | None]) -> 
     return grads
 
 
-def _are_same(a: Any, b: Any) -> bool:
+def _are_same_gradient(a: Any, b: Any) -> bool:
     are_tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
     return a is b or (are_tensors and torch.equal(a, b))
 

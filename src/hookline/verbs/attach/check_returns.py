@@ -24,7 +24,7 @@ def check_forward(result: Any, values: tuple[Any, ...]) -> Any:
     output = values[-1]
     if not _has_tensor(result) and _has_tensor(output):
         raise StructureError(
-            f"the hook must return an output with tensors, got {_show(result)} in place of"
+            f"the hook must return an output with tensors, got {_as_text(result)} in place of"
             f" {describe.in_words(output)}.\nReturn the new output, or None to leave it as it is."
         )
     return result
@@ -41,14 +41,14 @@ def check_args(result: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     # A new list is a mistake for a tuple; torch would pass the list as one argument.
     if isinstance(result, list) and not took_list:
         raise StructureError(
-            f"the pre-hook must return a tuple, got {_show(result)}, which would become one"
+            f"the pre-hook must return a tuple, got {_as_text(result)}, which would become one"
             " argument."
             "\nReturn a tuple of arguments, a single argument, or None."
         )
     new: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
     if not _has_tensor(new) and _has_tensor(args):
         raise StructureError(
-            f"the pre-hook must return arguments with tensors, got {_show(result)} in place of"
+            f"the pre-hook must return arguments with tensors, got {_as_text(result)} in place of"
             f" {describe.in_words(args)}."
             "\nReturn a tuple of arguments, a single argument, or None to leave them as they are."
         )
@@ -63,7 +63,7 @@ def check_args_kwargs(result: Any, values: tuple[Any, ...]) -> Any:
     """
     if not _is_args_kwargs(result):
         raise StructureError(
-            f"the pre-hook (with_kwargs) must return (args, kwargs), got {_show(result)}."
+            f"the pre-hook (with_kwargs) must return (args, kwargs), got {_as_text(result)}."
             "\nReturn (args, kwargs), a tuple and a dict, or None to leave them as they are."
         )
     return result
@@ -111,14 +111,14 @@ def make_none_check(hook: str, instead: str) -> Callable[[Any, tuple[Any, ...]],
 
     def check(result: Any, values: tuple[Any, ...]) -> Any:
         raise StructureError(
-            f"{hook} must return None, got {_show(result)}, which would be ignored."
+            f"{hook} must return None, got {_as_text(result)}, which would be ignored."
             f"\nReturn None; to have an effect, {instead} in place."
         )
 
     return check
 
 
-def check_step(result: Any, values: tuple[Any, ...]) -> Any:
+def check_step_pre(result: Any, values: tuple[Any, ...]) -> Any:
     """Check the arguments that a hook before an optimizer's step returns.
 
     Raises:
@@ -126,7 +126,7 @@ def check_step(result: Any, values: tuple[Any, ...]) -> Any:
     """
     if not _is_args_kwargs(result):
         raise StructureError(
-            f"line.step_pre must return (args, kwargs), got {_show(result)}.\nReturn a tuple"
+            f"line.step_pre must return (args, kwargs), got {_as_text(result)}.\nReturn a tuple"
             " and a dict for the step, or None to leave its arguments as they are."
         )
     optimizer, args = values[0], result[0]
@@ -147,7 +147,7 @@ def check_optimizer_state(result: Any, values: tuple[Any, ...]) -> Any:
     """
     if not isinstance(result, dict):
         raise StructureError(
-            f"the hook on the optimizer's state dict must return a dict, got {_show(result)}."
+            f"the hook on the optimizer's state dict must return a dict, got {_as_text(result)}."
             "\nReturn a state dict, or None to leave it as it is."
         )
     return result
@@ -160,7 +160,7 @@ def make_registration_check(kind: str, expected: type) -> Callable[[Any, tuple[A
         if not isinstance(result, expected):
             raise StructureError(
                 f"the hook must return a {expected.__name__} to be registered as the {kind}"
-                f" {values[1]!r}, got {_show(result)}."
+                f" {values[1]!r}, got {_as_text(result)}."
                 f"\nReturn a {expected.__name__}, or None to leave it as it is."
             )
         return result
@@ -177,5 +177,5 @@ def _has_tensor(value: Any) -> bool:
     return next(tree.tensors(value), None) is not None
 
 
-def _show(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return repr(value) if isinstance(value, str) else describe.in_words(value)

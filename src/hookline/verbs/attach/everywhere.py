@@ -61,10 +61,10 @@ class GlobalHooks(Attachment):
     taps: list[_GlobalHook] = field(default_factory=list)
     groups: set[str] = field(default_factory=set)
 
-    def add(self, kind: str, matches: Matcher, tap: Any, *, prepend: bool) -> None:
+    def add_hook(self, kind: str, matches: Matcher, tap: Any, *, prepend: bool) -> None:
         """Add a hook of a kind on the modules that `matches` accepts."""
         self.taps.insert(0 if prepend else len(self.taps), _GlobalHook(kind, matches, tap))
-        self.groups |= _hook_groups(kind)
+        self.groups |= _groups_needed_by(kind)
 
     @property
     def has_hooks(self) -> bool:
@@ -73,14 +73,14 @@ class GlobalHooks(Attachment):
 
     def end(self) -> None:
         """Remove all hooks."""
-        self.drop([hook.tap for hook in self.taps])
+        self.drop_taps([hook.tap for hook in self.taps])
 
-    def drop(self, taps: Iterable[Any]) -> None:
+    def drop_taps(self, taps: Iterable[Any]) -> None:
         """Drop some taps, and the process-wide hooks that no other tap needs."""
         dropped = set(map(id, taps))
         self.taps[:] = [hook for hook in self.taps if id(hook.tap) not in dropped]
-        self.groups = {group for hook in self.taps for group in _hook_groups(hook.kind)}
-        DISPATCHER.remove_unneeded(self)
+        self.groups = {group for hook in self.taps for group in _groups_needed_by(hook.kind)}
+        DISPATCHER.remove_unneeded_hooks(self)
 
     def why_silent(self) -> str | None:
         """Name the compiled code that no process-wide hook reaches, if there may be any."""
@@ -106,7 +106,7 @@ _GROUPS = {
 }
 
 
-def _hook_groups(kind: str) -> set[str]:
+def _groups_needed_by(kind: str) -> set[str]:
     """Return the groups of process-wide hooks that a kind of hook needs."""
     if kind in ("parameter", "buffer", "module"):
         return {"registration"}
@@ -150,19 +150,19 @@ class _Dispatcher:
         self._lines: tuple[GlobalHooks, ...] = ()
         self._placed: dict[str, Registrations] = {}
 
-    def passes_of_context(self) -> list[GlobalHooks]:
+    def lines_in_context(self) -> list[GlobalHooks]:
         """List the lines that see the present thread and task."""
         return [line for line in self._lines if line.passes.sees_context_or_backward()]
 
-    def register_for(self, line: GlobalHooks) -> None:
+    def register_needed_hooks(self, line: GlobalHooks) -> None:
         """Register the process-wide hooks that a line needs by now."""
         with self._lock:
             if line not in self._lines:
                 self._lines = (*self._lines, line)
             for group in filter(line.groups.__contains__, _GROUPS):  # in their order
-                self._register(group)
+                self._register_group(group)
 
-    def _register(self, group: str) -> None:
+    def _register_group(self, group: str) -> None:
         if group in self._placed:
             return
         registrations = self._placed[group] = Registrations()
@@ -170,10 +170,10 @@ class _Dispatcher:
             for kind in _GROUPS[group]:
                 registrations.register_globally(kind, _HOOKS.get(kind) or _EventDispatcher(kind))
         except BaseException:  # Ctrl-C
-            self._remove(group)
+            self._remove_group(group)
             raise
 
-    def remove_unneeded(self, line: GlobalHooks) -> None:
+    def remove_unneeded_hooks(self, line: GlobalHooks) -> None:
         """Remove the process-wide hooks that nobody needs after a line has dropped some taps.
 
         A line with taps left keeps its place among the lines.
@@ -181,14 +181,11 @@ class _Dispatcher:
         with self._lock:
             if not line.groups:
                 self._lines = tuple(other for other in self._lines if other is not line)
-            self._remove_unwanted()
+            needed = {group for other in self._lines for group in other.groups}
+            for group in self._placed.keys() - needed:
+                retry_interrupted(partial(self._remove_group, group))
 
-    def _remove_unwanted(self) -> None:
-        needed = {group for line in self._lines for group in line.groups}
-        for group in self._placed.keys() - needed:
-            retry_interrupted(partial(self._remove, group))
-
-    def _remove(self, group: str) -> None:
+    def _remove_group(self, group: str) -> None:
         if group in self._placed:
             self._placed[group].remove()
             self._placed.pop(group)
@@ -201,7 +198,7 @@ def _matching_hooks(kinds: tuple[str, ...], owner: Any) -> Iterator[_GlobalHook]
     """Yield the hooks of all lines here that match a module or optimizer."""
     if isinstance(owner, Operation):
         return  # stands for the calls of a function, and is no module of a model
-    for line in DISPATCHER.passes_of_context():
+    for line in DISPATCHER.lines_in_context():
         for hook in tuple(line.taps):
             if hook.kind in kinds and hook.matches(owner):
                 yield hook
@@ -225,22 +222,22 @@ def _dispatch_forward(module: nn.Module, args: Any, *rest: Any) -> Any:
         return None  # another thread is registering or removing this hook with its kwargs flag
     kwargs, output = rest
     if isinstance(module, nn.TransformerEncoderLayer):
-        _note_fused_layer(module, args, kwargs)
+        _set_fused_layer_warning(module, args, kwargs)
     changed = None
-    for callback in _output_callbacks(module, args, kwargs, id(sys._getframe(1))):
+    for callback in _hooks_on_output(module, args, kwargs, id(sys._getframe(1))):
         new = callback(output)
         if new is not None:
             changed = output = new
     return changed
 
 
-def _end_calls(module: nn.Module, args: Any, output: Any) -> None:
+def _dispatch_end_of_call(module: nn.Module, args: Any, output: Any) -> None:
     frame = sys._getframe(1)
     for hook in _matching_hooks(("backward",), module):
         hook.tap.end_call(module, args, output, frame)
 
 
-def _output_callbacks(
+def _hooks_on_output(
     module: nn.Module, args: Any, kwargs: Any, key: int
 ) -> Iterator[Callable[[Any], Any]]:
     """Yield the hooks of all lines on an output, in torch's order.
@@ -256,14 +253,14 @@ def _output_callbacks(
         yield partial(tap.fire, module, *arguments)
     before, around = taps["backward_pre"], taps["backward"]
     for tap in (*before, *around):
-        yield partial(tap.join_outputs, module, (), key=key)
+        yield partial(tap.join_output_gradients, module, (), key=key)
     for tap in before:
         yield partial(tap.fire, module, ())
     for tap in around:
-        yield partial(tap.hook_outputs, module, (), key=key)
+        yield partial(tap.hook_output_gradients, module, (), key=key)
 
 
-def _note_fused_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
+def _set_fused_layer_warning(layer: nn.Module, args: Any, kwargs: Any) -> None:
     """Note each line that torch hid modules from, by running an encoder layer as one operation."""
     inner = [module for module in layer.modules() if module is not layer]
     has_hooks = any(
@@ -271,7 +268,7 @@ def _note_fused_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
     )
     if has_hooks or not is_fused(layer, args, kwargs):
         return
-    for line in DISPATCHER.passes_of_context():
+    for line in DISPATCHER.lines_in_context():
         matchers = [hook.matches for hook in line.taps if hook.kind in ("forward_pre", *_ON_OUTPUT)]
         if any(matches(module) for matches in matchers for module in inner):
             line.note = _HIDDEN
@@ -279,8 +276,10 @@ def _note_fused_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
 
 _ON_OUTPUT = ("forward", "backward_pre", "backward")
 _HOOKS: dict[str, Callable[..., Any]] = {
-    "forward_pre": _dispatch_forward_pre, "forward": _dispatch_forward, "after": _end_calls,
-}  # fmt: skip
+    "forward_pre": _dispatch_forward_pre,
+    "forward": _dispatch_forward,
+    "after": _dispatch_end_of_call,
+}
 
 
 @final
@@ -317,12 +316,12 @@ class EverywhereHooks(Line):
     ) -> HookHandle:
         """Call a tap wherever a module or optimizer in this context matches."""
         with self.new_handle(tap.site.port) as handle, self._catch.undo_on_error():
-            self._catch.add(kind, matches, tap, prepend=prepend)
-            DISPATCHER.register_for(self._catch)
+            self._catch.add_hook(kind, matches, tap, prepend=prepend)
+            DISPATCHER.register_needed_hooks(self._catch)
             self.add_tap(tap)
             return handle
 
-    def _hook_places(
+    def _hook_sites(
         self, kind: str, places: Iterable[tuple[Site, Node]], make: Callable[[Site], Tap], *,
         prepend: bool = False,
     ) -> HookHandle:  # fmt: skip

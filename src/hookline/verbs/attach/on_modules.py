@@ -73,7 +73,7 @@ class ModuleHooks(EverywhereHooks):
             )
         check = check_returns.check_args_kwargs if with_kwargs else check_returns.check_args
         spec = HookSpec("forward_pre", with_kwargs=with_kwargs)
-        return self._add_forward(selector, hook, check, spec, prepend=prepend)
+        return self._hook_forward(selector, hook, check, spec, prepend=prepend)
 
     def forward(
         self,
@@ -119,9 +119,11 @@ class ModuleHooks(EverywhereHooks):
                 "\nAttach to a model: hl.attach(model)."
             )
         spec = HookSpec("forward", with_kwargs=with_kwargs, always_call=always_call)
-        return self._add_forward(selector, hook, check_returns.check_forward, spec, prepend=prepend)
+        return self._hook_forward(
+            selector, hook, check_returns.check_forward, spec, prepend=prepend
+        )
 
-    def _add_forward(
+    def _hook_forward(
         self, selector: Selector, hook: Hook, check: Hook, spec: HookSpec, *, prepend: bool
     ) -> HookHandle:
         kind = spec.kind
@@ -161,7 +163,7 @@ class ModuleHooks(EverywhereHooks):
             StructureError: (in backward) the hook returned gradients of another structure, shape,
                 dtype or device, or changed a gradient in place.
         """
-        return self._add_backward(BackwardPreTap, "backward_pre", selector, hook, prepend=prepend)
+        return self._hook_backward(BackwardPreTap, "backward_pre", selector, hook, prepend=prepend)
 
     def backward(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(module, grad_input, grad_output)` when each module's gradients are complete.
@@ -195,9 +197,9 @@ class ModuleHooks(EverywhereHooks):
             AttachError: `hook` is no function, or the line has no model. Or (when the model runs)
                 the module changes one of several inputs in place, or is in compiled code.
         """
-        return self._add_backward(BackwardTap, "backward", selector, hook, prepend=prepend)
+        return self._hook_backward(BackwardTap, "backward", selector, hook, prepend=prepend)
 
-    def _add_backward(
+    def _hook_backward(
         self, tap: Callable[..., Tap], kind: str, selector: Selector, hook: Hook, *, prepend: bool
     ) -> HookHandle:
         check_callable(kind, hook)
@@ -217,7 +219,7 @@ class ModuleHooks(EverywhereHooks):
             tap = make(Site("any module", kind, module_type="any module"))
             return self.hook_everywhere(kind, everywhere_matcher(selector), tap, prepend=prepend)
         places = self._selected_modules(kind, selector, calls=calls)
-        return self._hook_places(kind, places, make, prepend=prepend)
+        return self._hook_sites(kind, places, make, prepend=prepend)
 
     def saved(
         self, selector: Selector, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
@@ -263,10 +265,10 @@ class ModuleHooks(EverywhereHooks):
 
         def make(site: Site) -> SavedTap:
             tap = SavedTap(site, self.passes, pack, unpack)
-            self.attached.append(AtEnd(tap.pop_all))
+            self.attached.append(AtEnd(tap.pop_remaining_hooks))
             return tap
 
-        return self._hook_places("saved", self._selected_modules("saved", selector), make)
+        return self._hook_sites("saved", self._selected_modules("saved", selector), make)
 
     def _selected_modules(
         self, kind: str, selector: Selector, *, calls: bool = False, port: str = "output"

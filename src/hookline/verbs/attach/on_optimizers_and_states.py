@@ -87,7 +87,7 @@ class EventHooks(ModuleHooks):
                 Or `hook` is no function.
             StructureError: (at the step) the hook returned something else.
         """
-        return self._hook_optimizer("step_pre", optimizer, hook, check_returns.check_step)
+        return self._hook_optimizer("step_pre", optimizer, hook, check_returns.check_step_pre)
 
     def step_post(self, optimizer: Optimizer | None, hook: Hook) -> HookHandle:
         """Call `hook(optimizer, args, kwargs)` after each step of an optimizer.
@@ -287,4 +287,4 @@ class EventHooks(ModuleHooks):
         make = partial(EventTap, passes=self.passes, function=hook, check=check,
                        spec=HookSpec(kind))  # fmt: skip
         # Containers included: a ModuleList is never called, but it has a state dict.
-        return self._hook_places(kind, self._selected_modules(kind, where, port=kind), make)
+        return self._hook_sites(kind, self._selected_modules(kind, where, port=kind), make)

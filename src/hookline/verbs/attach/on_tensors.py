@@ -31,7 +31,7 @@ from hookline.verbs.attach.raw_taps import EventTap
 Hook = Callable[..., Any]
 
 
-@hide_from_dir("hook_accumulated")
+@hide_from_dir("accumulated_in_order")
 class TensorHooks(EverywhereHooks):
     """The part of a raw line that registers hooks on parameters and tensors."""
 
@@ -66,10 +66,12 @@ class TensorHooks(EverywhereHooks):
         check_callable("grad", hook)
 
         def make(site: Site) -> ParameterTap:
-            return ParameterTap(site, self.passes, _HookCallback(hook, str(site)), Order.GRAD_HOOK)
+            return ParameterTap(
+                site, self.passes, _CheckedGradientHook(hook, str(site)), Order.GRAD_HOOK
+            )
 
-        places = self._find_tensors("grad", selector)
-        return self._hook_places("grad", places, make, prepend=prepend)
+        places = self._selected_parameters("grad", selector)
+        return self._hook_sites("grad", places, make, prepend=prepend)
 
     def accumulated(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(parameter)` after a gradient has been accumulated in its `.grad`.
@@ -97,9 +99,9 @@ class TensorHooks(EverywhereHooks):
             StructureError: (in backward) the hook returned a value, which torch would ignore.
         """
         # After the taps that change and read the gradient of a sharded parameter.
-        return self.hook_accumulated(selector, hook, Order.RECORD, prepend=prepend)
+        return self.accumulated_in_order(selector, hook, Order.RECORD, prepend=prepend)
 
-    def hook_accumulated(
+    def accumulated_in_order(
         self, selector: Selector, hook: Hook, order: Order, *, prepend: bool = False
     ) -> HookHandle:
         """Do as `accumulated`, at a place in the order of hooks."""
@@ -110,10 +112,12 @@ class TensorHooks(EverywhereHooks):
             check = check_returns.make_none_check(f"line.accumulated at {site}", "change p.grad")
             return EventTap(site, self.passes, hook, check, spec)
 
-        places = self._find_tensors("accumulated", selector)
-        return self._hook_places("accumulated", places, make, prepend=prepend)
+        places = self._selected_parameters("accumulated", selector)
+        return self._hook_sites("accumulated", places, make, prepend=prepend)
 
-    def _find_tensors(self, kind: str, selector: Selector) -> Iterator[tuple[Site, ParameterNode]]:
+    def _selected_parameters(
+        self, kind: str, selector: Selector
+    ) -> Iterator[tuple[Site, ParameterNode]]:
         """Yield the sites and nodes of the parameters that a selector matches.
 
         A tensor selects itself, whether or not the model holds it. Frozen parameters are left out.
@@ -153,7 +157,7 @@ class TensorHooks(EverywhereHooks):
 
 
 @final
-class _HookCallback(GradientCallback):
+class _CheckedGradientHook(GradientCallback):
     """Call a user's function on a gradient, and check its result."""
 
     __slots__ = ("_function", "_where")

@@ -105,7 +105,7 @@ class RawTap(OutputTap):
         self.hooks: tuple[HookSpec] = (spec,)
         self.function: Callable[..., Any] = function
         self.check: Callable[..., Any] = check
-        super().__init__(site, passes, self._call, Order.HOOK)
+        super().__init__(site, passes, self._call_function, Order.HOOK)
 
     def fire(self, module: nn.Module, *values: Any) -> Any:
         """Call the tap with the module's arguments and output: the hook."""
@@ -116,7 +116,7 @@ class RawTap(OutputTap):
         super().retire()
         self.function = no_callback
 
-    def _call(self, current: Pass, values: tuple[Any, ...]) -> Any:
+    def _call_function(self, current: Pass, values: tuple[Any, ...]) -> Any:
         result = self.function(*values)
         if result is None:
             if current.region is not None and self.is_comparable:

@@ -39,7 +39,7 @@ Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
 
-class _Pushed(threading.local):
+class _CallsWithPushedHooks(threading.local):
     """The calls of a module in a thread that have pushed saved-tensor hooks."""
 
     def __init__(self) -> None:
@@ -52,45 +52,47 @@ class SavedTap(Tap):
 
     __slots__ = ("_closed", "_n_open", "_pack", "_pushed", "_unpack")
     hooks: tuple[HookSpec, HookSpec] = (
-        HookSpec("forward", "end", Order.BEGIN, always_call=True),
-        HookSpec("forward_pre", "begin", Order.END),
+        HookSpec("forward", "pop_hooks", Order.BEGIN, always_call=True),
+        HookSpec("forward_pre", "push_hooks", Order.END),
     )
 
     def __init__(self, site: Site, passes: Passes, pack: Pack, unpack: Unpack) -> None:
         super().__init__(site, passes, no_callback, Order.HOOK)
         self._pack = pack
         self._unpack = unpack
-        self._pushed = _Pushed()
+        self._pushed = _CallsWithPushedHooks()
         self._n_open = 0  # calls under way, in all threads
         self._closed: Callable[[], None] | None = None
 
-    def begin(self, module: nn.Module, args: Any) -> None:
+    def push_hooks(self, module: nn.Module, args: Any) -> None:
         """Push the saved-tensor hooks: the last forward-pre hook."""
         if is_dynamo_compiling():
-            self.refuse_graphs()
+            self.refuse_compilation()
         current = self._pass_of(module)
         if current is None:
             return
         if current.region is not None:
             current.region.record_change(str(self.site), None, None)
         calls, frame = self._pushed.calls, call_frame(sys._getframe(1))
-        self._pop_hooks(calls.drop_ended(frame.f_back))
+        self._pop_hooks_of_calls(calls.drop_ended(frame.f_back))
         is_for_nothing = (
             current.recomputation is not None and not current.recomputation.has_gradients
         )
-        push_saved_tensors_hooks(self._do_pack if is_for_nothing else self.pack, self._do_unpack)
+        push_saved_tensors_hooks(
+            self._call_pack if is_for_nothing else self.pack, self._call_unpack
+        )
         calls.begin(frame, module)
         with _lock:
             self._n_open += 1
 
-    def _pop_hooks(self, n_calls: int) -> None:
+    def _pop_hooks_of_calls(self, n_calls: int) -> None:
         for _ in range(n_calls):
             pop_saved_tensors_hooks()
         with _lock:
             self._n_open -= n_calls
 
     @while_tracing
-    def refuse_graphs(self) -> None:
+    def refuse_compilation(self) -> None:
         """Refuse the compilation of code that calls this tap.
 
         Raises:
@@ -101,13 +103,13 @@ class SavedTap(Tap):
             " torch.compiler.set_stance('force_eager') around the block."
         )
 
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def pop_hooks(self, module: nn.Module, args: Any, output: Any) -> None:
         """Pop the saved-tensor hooks: the first forward hook, always called."""
         if is_dynamo_compiling():
             return
         if not hasattr(self, "_pushed"):
-            return  # an inert copy, on which `begin` never ran because a pre-hook failed before
-        self._pop_hooks(self._pushed.calls.end(call_frame(sys._getframe(1))))
+            return  # an inert copy: `push_hooks` never ran, because a pre-hook failed before
+        self._pop_hooks_of_calls(self._pushed.calls.end(call_frame(sys._getframe(1))))
         if self._closed is not None and not self._n_open:
             self._closed()
             self._closed = None
@@ -116,16 +118,18 @@ class SavedTap(Tap):
         # If torch packs the tensors saved in the recomputation, it needs the same hooks as before.
         return current
 
-    def pop_all(self) -> None:
+    def pop_remaining_hooks(self) -> None:
         """Pop the hooks that are still pushed in this thread, at the end of the line."""
-        self._pop_hooks(len(self._pushed.calls))
+        self._pop_hooks_of_calls(len(self._pushed.calls))
         self._pushed.calls.clear()
         self._closed = None
 
     def closer(self) -> str | None:
         """Return the method that must still pop the hooks of calls under way; None without any."""
-        self._pop_hooks(self._pushed.calls.drop_ended(sys._getframe(1)))  # calls that Ctrl-C ended
-        return "end" if self._n_open else None
+        self._pop_hooks_of_calls(
+            self._pushed.calls.drop_ended(sys._getframe(1))
+        )  # calls that Ctrl-C ended
+        return "pop_hooks" if self._n_open else None
 
     def when_closed(self, then: Callable[[], None]) -> None:
         """Call a function when the calls under way have ended."""
@@ -136,16 +140,16 @@ class SavedTap(Tap):
         if self.is_removed:  # the line ended during a call
             return tensor.detach(), None
         self.fired += 1
-        return self._do_pack(tensor)
+        return self._call_pack(tensor)
 
-    def _do_pack(self, tensor: Tensor) -> Any:
+    def _call_pack(self, tensor: Tensor) -> Any:
         try:
             return self._pack(tensor), (tensor.shape, tensor.dtype, tensor.device)
         except Exception as error:
             self._note(error)
             raise
 
-    def _do_unpack(self, pair: tuple[Any, Any]) -> Tensor:
+    def _call_unpack(self, pair: tuple[Any, Any]) -> Tensor:
         # This also runs after the line's end, because packed tensors must be unpacked.
         packed, form = pair
         if form is None:

@@ -148,7 +148,7 @@ class ClipLine(FinalizingLine[RawLine]):
             else:
                 when_whole.clip_or_queue(parameter)
 
-        self._line.hook_accumulated(selection, on_accumulated, Order.ACCUMULATED_EDIT)
+        self._line.accumulated_in_order(selection, on_accumulated, Order.ACCUMULATED_EDIT)
 
     def _clip_total_norm(self, selection: Selection) -> None:
         parameters = [node.tensor for _, node in selection.places]  # type: ignore[union-attr]
@@ -159,7 +159,7 @@ class ClipLine(FinalizingLine[RawLine]):
             tally.add(clip_norm(holders, limit.bound, limit.norm_type), limit.bound)
 
         at_end = ClipAfterBackward(clip_all)
-        self._line.hook_accumulated(selection, at_end.note_accumulated, Order.ACCUMULATED_EDIT)
+        self._line.accumulated_in_order(selection, at_end.note_accumulated, Order.ACCUMULATED_EDIT)
 
 
 @final
