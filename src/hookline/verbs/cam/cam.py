@@ -25,9 +25,9 @@ from hookline.recordings.feature_maps import channels_of
 from hookline.verbs.cam.class_maps import ClassMaps
 from hookline.verbs.cam.methods import Method, method_named, min_max_scaled
 from hookline.verbs.cam.spatial_layers import (
-    Layer,
+    MapLayer,
     Reshape,
-    find_maps,
+    find_map_layer,
     last_spatial_layer,
     recorded_gradient,
     recording_line,
@@ -138,7 +138,7 @@ def cam(
         return _CamRunner(model, inputs, target, way, reshape).maps(layer, batch_size)
 
 
-class _Forward(NamedTuple):
+class _ForwardResult(NamedTuple):
     """The results of one run: by layer the activations, and the weights of the formula."""
 
     activations: list[Tensor]
@@ -170,8 +170,8 @@ class _CamRunner:
 
     def maps(self, layer: Selector, batch_size: int) -> ClassMaps:
         """Compute the class maps of the selected layers, or of the last layer that has maps."""
-        sites = [self._last_layer()] if layer is None else select_outputs(self._model, layer)
-        forward = self._run_and_read(sites)
+        sites = [self._find_last_layer()] if layer is None else select_outputs(self._model, layer)
+        forward = self._run_and_read_layers(sites)
         if self._method.needs == "scores":
             weights = self._masked_scores_by_layer(forward, batch_size)
             self._warn_if_not_repeatable(forward)
@@ -185,7 +185,9 @@ class _CamRunner:
         for name, maps in raw.items():
             _check_maps(name, maps, self._method.name)
         whole = [
-            self._enlarged(min_max_scaled(maps.relu())[:, None])[:, 0].to(self._images.device)
+            self._resize_to_image(min_max_scaled(maps.relu())[:, None])[:, 0].to(
+                self._images.device
+            )
             for maps in raw.values()
         ]
         classes = None if forward.goal is None else forward.goal.classes
@@ -201,7 +203,7 @@ class _CamRunner:
 
     # -- running ---------------------------------------------------------------------------------
 
-    def _run_on(self, images: Tensor, rows: slice | None = None) -> Any:
+    def _run_model_on(self, images: Tensor, rows: slice | None = None) -> Any:
         """Run the model on other images, and on these rows of the other tensors of the batch.
 
         It gets copies, because it may write to its inputs, and cannot to a leaf.
@@ -216,33 +218,33 @@ class _CamRunner:
 
         return call(self._model, tree.map_tensors(replaced, self._inputs))
 
-    def _last_layer(self) -> Site:
+    def _find_last_layer(self) -> Site:
         images = self._images_with_grad()
 
         def flow_back(output: Any) -> None:
-            self._backward_from_scores(self._goal(output), output, images)
+            self._backward_from_scores(self._resolve_goal(output), output, images)
 
         return last_spatial_layer(
             self._model,
-            lambda: self._run_on(images),
+            lambda: self._run_model_on(images),
             flow_back if self._method.needs == "gradients" else None,
             self._n,
             self._size,
         )
 
-    def _run_and_read(self, sites: list[Site]) -> _Forward:
+    def _run_and_read_layers(self, sites: list[Site]) -> _ForwardResult:
         if self._method.needs != "gradients":
             with recording_line(self._model, sites, ("output",)) as run:
-                output = self._run_on(self._images)
-            goal = self._goal(output)
+                output = self._run_model_on(self._images)
+            goal = self._resolve_goal(output)
             scores = None if goal is None else self._finite_scores(goal, output)
             _, activations = self._layers_and_activations(run, sites)
-            return _Forward(activations, activations, goal, scores)
+            return _ForwardResult(activations, activations, goal, scores)
         with recording_line(self._model, sites, ("output", "grad_output")) as run:
             leaf = self._images_with_grad()
-            output = self._run_on(leaf)
+            output = self._run_model_on(leaf)
             layers, activations = self._layers_and_activations(run, sites)
-            goal = self._goal(output)
+            goal = self._resolve_goal(output)
             scores = self._backward_from_scores(goal, output, leaf)
         gradients = []
         for layer in layers:
@@ -254,7 +256,7 @@ class _CamRunner:
                     "\nName another layer, or method='eigencam' or 'scorecam', which need none."
                 )
             gradients.append(layer.maps(flowed))
-        return _Forward(activations, gradients, goal, scores)
+        return _ForwardResult(activations, gradients, goal, scores)
 
     def _images_with_grad(self) -> Tensor:
         return self._images.detach().clone().requires_grad_()
@@ -289,7 +291,7 @@ class _CamRunner:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def _goal(self, output: Any) -> Goal | None:
+    def _resolve_goal(self, output: Any) -> Goal | None:
         try:
             return resolve_target(self._target, output, self._n)
         except InputError:
@@ -309,7 +311,7 @@ class _CamRunner:
 
     def _layers_and_activations(
         self, run: Recording, sites: list[Site]
-    ) -> tuple[list[Layer], list[Tensor]]:
+    ) -> tuple[list[MapLayer], list[Tensor]]:
         layers, activations = [], []
         channels = channels_of(self._model)
         for site in sites:
@@ -320,7 +322,7 @@ class _CamRunner:
                     f"\nGive layer={f'{site}#{len(calls) - 1}'!r} for the last."
                 )
             value = calls[0]
-            layer = find_maps(site, value, self._n, self._size, self._reshape, channels)
+            layer = find_map_layer(site, value, self._n, self._size, self._reshape, channels)
             if layer is None:
                 raise SelectionError(
                     f"{site} ({site.module_type}) must return maps of {plural(self._n, 'image')} of"
@@ -335,7 +337,7 @@ class _CamRunner:
 
     # -- masks -----------------------------------------------------------------------------------
 
-    def _masked_scores_by_layer(self, forward: _Forward, batch_size: int) -> list[Tensor]:
+    def _masked_scores_by_layer(self, forward: _ForwardResult, batch_size: int) -> list[Tensor]:
         check_positive_int("batch_size", batch_size, "Give batch_size=64.")
         assert forward.goal is not None
         scores = []
@@ -347,11 +349,11 @@ class _CamRunner:
             scores.append(torch.stack(rows).to(activations))
         return scores
 
-    def _warn_if_not_repeatable(self, forward: _Forward) -> None:
+    def _warn_if_not_repeatable(self, forward: _ForwardResult) -> None:
         """Warn if the same images get other scores in a second run: then masks say nothing."""
         assert forward.goal is not None
         assert forward.scores is not None
-        again = forward.goal.scores(self._run_on(self._images), self._n)
+        again = forward.goal.scores(self._run_model_on(self._images), self._n)
         apart = (again - forward.scores).abs().max().item()
         if apart > _REPEATED * forward.scores.abs().max().item():
             warn(
@@ -364,8 +366,10 @@ class _CamRunner:
         """Compute the score of one image masked by each channel, shape `(channels,)`."""
         scores = []
         for batch in torch.split(channels, batch_size):
-            masks = min_max_scaled(self._enlarged(batch[:, None])[:, 0])[:, None].to(self._images)
-            output = self._run_on(self._images[image] * masks, slice(image, image + 1))
+            masks = min_max_scaled(self._resize_to_image(batch[:, None])[:, 0])[:, None].to(
+                self._images
+            )
+            output = self._run_model_on(self._images[image] * masks, slice(image, image + 1))
             masked_scores = goal.scores(output, len(masks), image)
             if masked_scores.dim() == 0 and len(masks) > 1:
                 raise InputError(
@@ -376,7 +380,7 @@ class _CamRunner:
             scores.append(masked_scores.reshape(-1))
         return torch.cat(scores)
 
-    def _enlarged(self, maps: Tensor) -> Tensor:
+    def _resize_to_image(self, maps: Tensor) -> Tensor:
         return interpolate(maps, self._size, mode="bilinear", align_corners=False)
 
 

@@ -102,14 +102,22 @@ class ClassMaps:
                 f"alpha must be a number from 0 to 1, got {alpha!r}."
                 "\nGive 0 for the image alone, 1 for the map alone, 0.5 for half of each."
             )
-        pictures = list(map(_contrast_stretched, self.images)) if image is None else _as_list(image)
+        pictures = (
+            list(map(_contrast_stretched, self.images))
+            if image is None
+            else _list_of_pictures(image)
+        )
         if len(pictures) != len(self.maps):
             raise InputError(
                 f"image= must hold one picture for each of {plural(len(self.maps), 'map')}, got"
                 f" {plural(len(pictures), 'picture')}.\nGive one for each map, as a list."
             )
         return [
-            _blend(picture if image is None else _checked(_pixels(picture), map_HW), map_HW, alpha)
+            _blend(
+                picture if image is None else _warn_if_cropped(_to_rgb_pixels(picture), map_HW),
+                map_HW,
+                alpha,
+            )
             for picture, map_HW in zip(pictures, self.maps, strict=True)
         ]
 
@@ -199,7 +207,7 @@ class ClassMaps:
         return f"ClassMaps of {many} {height} x {width}, by {self.method} at {where}{of}"
 
 
-def _checked(pixels: Pixels, map_HW: Tensor) -> Pixels:
+def _warn_if_cropped(pixels: Pixels, map_HW: Tensor) -> Pixels:
     """Return the pixels; warn if they cannot be the model's input at another size."""
     (height, width), (rows, columns) = pixels.shape[:2], map_HW.shape
     # A side may be rounded by a pixel.
@@ -235,13 +243,13 @@ def _contrast_stretched(image: Tensor) -> Pixels:
     return (values.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
 
 
-def _as_list(image: Any) -> list[Any]:
+def _list_of_pictures(image: Any) -> list[Any]:
     if isinstance(image, list | tuple):
         return list(image)
     return list(image) if getattr(image, "ndim", 0) == 4 else [image]
 
 
-def _pixels(picture: Any) -> Pixels:
+def _to_rgb_pixels(picture: Any) -> Pixels:
     """Return a picture as an array of red, green and blue, 0 to 255.
 
     Raises:

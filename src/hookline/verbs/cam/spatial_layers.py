@@ -26,7 +26,7 @@ RunModel = Callable[[], Any]
 FlowBack = Callable[[Any], object]
 
 
-class Layer(NamedTuple):
+class MapLayer(NamedTuple):
     """A layer of a class map: its site, and the place of the maps in its value."""
 
     site: Site
@@ -72,14 +72,14 @@ def recording_line(
     return recorder
 
 
-def find_maps(
+def find_map_layer(
     site: Site,
     value: Any,
     n_images: int,
     size: Size,
     reshape: Reshape | None,
     channels: Channels,
-) -> Layer | None:
+) -> MapLayer | None:
     """Find the way to read the maps in a layer's value; None if it holds no maps.
 
     Args:
@@ -96,12 +96,12 @@ def find_maps(
     for leaf, tensor in tree.tensors(value):
         if reshape is not None:
             _check_reshaped(site, tensor, reshape(tensor), n_images)
-            return Layer(site, leaf, reshape)
+            return MapLayer(site, leaf, reshape)
         grid = find_grid(
             tensor, n_images, size, is_named=True, module_type=site.module_type, channels=channels
         )
         if grid is not None:
-            return Layer(site, leaf, grid.to_maps)
+            return MapLayer(site, leaf, grid.to_maps)
     return None
 
 
