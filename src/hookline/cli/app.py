@@ -55,7 +55,7 @@ from hookline.errors import InputError, ModelError
 from hookline.models import Batch, LoadedModel, load_model
 from hookline.models.demo import training_facts
 from hookline.models.packages import RANDOM
-from hookline.verbs.check.replay_file import read as read_saved_call
+from hookline.verbs.check.replay_file import read_saved_call
 from hookline.verbs.shared.run_model import Inputs
 from hookline.views import terminal_plots
 from hookline.views.page import write_comparison_page

@@ -14,7 +14,7 @@ import hookline as hl
 from forks import child
 from hookline.cli.app import app
 from hookline.verbs.check import replay_file as situation_module
-from hookline.verbs.check.replay_file import read
+from hookline.verbs.check.replay_file import read_saved_call
 
 NET = """
 import torch
@@ -69,7 +69,7 @@ def test_a_relative_folder_is_of_where_it_was_given(net, tmp_path, monkeypatch):
 def test_the_module_runs_again_with_the_same_numbers(net, tmp_path):
     finding = kept(net["make"](), tmp_path / "nan")
     assert finding.file == str(tmp_path / "nan" / "step0-1.safetensors")
-    saved = read(finding.file)
+    saved = read_saved_call(finding.file)
     assert saved.finding == finding.with_(file=None)
     other = net["make"]()
     state = torch.get_rng_state()
@@ -83,7 +83,7 @@ def test_the_module_runs_again_with_the_same_numbers(net, tmp_path):
 def test_a_backward_is_kept_with_its_gradients(net, tmp_path):
     finding = kept(net["make_zero"](), tmp_path)
     assert finding.kind == "backward"
-    again = read(finding.file).run(net["make_zero"](), hl.check)
+    again = read_saved_call(finding.file).run(net["make_zero"](), hl.check)
     assert (again.kind, again.operation, again.path) == ("backward", "aten.div.Tensor", "1")
 
 
@@ -94,7 +94,7 @@ def test_a_poisoned_parameter_is_kept(net, tmp_path):
             model[2].weight[0, 0] = math.nan
         model[1].forward = lambda x: x
         model(torch.randn(3, 4))
-    again = read(caught.value.finding.file).run(net["make"](), hl.check)
+    again = read_saved_call(caught.value.finding.file).run(net["make"](), hl.check)
     assert (again.kind, again.path, again.n_nan) == ("parameter", "weight", 1)
 
 
@@ -118,7 +118,7 @@ def test_a_file_of_another_kind(tmp_path):
     (tmp_path / "text").write_text("hello")
     for name in ("other.safetensors", "text", "missing"):
         with pytest.raises(hl.FolderError):
-            read(tmp_path / name)
+            read_saved_call(tmp_path / name)
 
 
 def test_the_command_shows_the_finding_and_runs_the_module(net, tmp_path):
@@ -164,7 +164,7 @@ def test_a_child_that_writes_meanwhile_gets_another_file(net, tmp_path, monkeypa
     assert [os.path.basename(one) for one in files] == [
         "step0-1.safetensors", "step0-1-1.safetensors",
     ]  # fmt: skip
-    assert all(read(one).finding.path == "1" for one in files)
+    assert all(read_saved_call(one).finding.path == "1" for one in files)
 
 
 def test_nothing_half_written_stays(net, tmp_path, monkeypatch):
@@ -212,7 +212,7 @@ def test_a_text_that_is_damaged_is_refused_in_one_line(net, tmp_path, change):
 def test_a_pipe_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(hl.FolderError, match="regular file"):
-        read(tmp_path / "pipe")
+        read_saved_call(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize(

@@ -277,15 +277,15 @@ class Alive:
 def test_a_unit_alive_in_another_thread_at_once_is_not_dead(monkeypatch):
     lock = ToldLock()
     monkeypatch.setattr(unusual_outputs, "_lock", lock, raising=False)
-    habits = unusual_outputs.History(Site("fc"), frozenset({"dead"}), [].append)
+    habits = unusual_outputs.OutputHistory(Site("fc"), frozenset({"dead"}), [].append)
     dead, alive = (unusual_outputs.Traits((), torch.tensor([one]), None) for one in (False, True))
     first = Alive()
-    first.meanwhile = Meanwhile(lambda: habits.compare_run(alive, 0, 1), lock)
-    habits.compare_run(unusual_outputs.Traits((), first, None), 0, 0)
-    habits.compare_run(dead, 0, 2)
+    first.meanwhile = Meanwhile(lambda: habits.compare_with_earlier_runs(alive, 0, 1), lock)
+    habits.compare_with_earlier_runs(unusual_outputs.Traits((), first, None), 0, 0)
+    habits.compare_with_earlier_runs(dead, 0, 2)
     first.meanwhile.end()
     for step in range(3, 13):
-        habits.compare_run(dead, 0, step)
+        habits.compare_with_earlier_runs(dead, 0, step)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         habits.judge_dead_units()

@@ -35,14 +35,18 @@ def is_set_on_any_rank(flag: bool, device: torch.device) -> bool:
     return bool(flags)
 
 
-def earliest_if_any(finding: CheckFinding | None, device: torch.device) -> CheckFinding | None:
+def earliest_of_ranks_if_any(
+    finding: CheckFinding | None, device: torch.device
+) -> CheckFinding | None:
     """Return the earliest finding of all ranks; None if no rank has one. A collective."""
     if not is_set_on_any_rank(finding is not None, device):
         return None
-    return earliest(finding)
+    return earliest_of_ranks(finding)
 
 
-def earliest(finding: CheckFinding | None, timeout: float = TIMEOUT_S) -> CheckFinding | None:
+def earliest_of_ranks(
+    finding: CheckFinding | None, timeout: float = TIMEOUT_S
+) -> CheckFinding | None:
     """Return the earliest finding of all ranks, the same on each of them; None if none has one.
 
     All ranks must call this. Findings that know who made the value come first.

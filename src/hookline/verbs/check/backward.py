@@ -31,12 +31,12 @@ from hookline.engine import (
 )
 from hookline.errors import NonFiniteError, warn
 from hookline.statistics.finiteness import indices_not_finite, non_finite_kinds, probe_each
-from hookline.verbs.check.agree_across_ranks import earliest, rank_here
+from hookline.verbs.check.agree_across_ranks import earliest_of_ranks, rank_here
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.forward import NOT_REPEATED, ForwardChecks
 from hookline.verbs.check.loss_graph import LossGraph
 from hookline.verbs.check.nonfinite_origins import measure
-from hookline.verbs.check.pending_findings import Checked, Outcome, finding_of_tensor
+from hookline.verbs.check.pending_findings import CheckedModel, Outcome, finding_of_tensor
 from hookline.verbs.check.replay import RUN, CheckedRun, RepeatedBackward, Replay
 from hookline.verbs.check.unusual_outputs import warn_of_missing_gradients
 from hookline.verbs.shared.model_state import version
@@ -69,7 +69,12 @@ class BackwardChecks:
     """
 
     def __init__(
-        self, checked: Checked, outcome: Outcome, forward: ForwardChecks, *, warns_of_missing: bool
+        self,
+        checked: CheckedModel,
+        outcome: Outcome,
+        forward: ForwardChecks,
+        *,
+        warns_of_missing: bool,
     ) -> None:
         self._checked, self._passes, self._model = checked, checked.passes, checked.model
         self._outcome = outcome
@@ -99,7 +104,7 @@ class BackwardChecks:
         self._weights = [(node.path, node.tensor) for node in line.module_tree.tensors]
         self._at_start = _GradientSnapshot(self._weights)
         selection = Selection(line.module_tree, gradients)
-        line.attach_taps(selection, lambda site: _RootGradient(self), Order.RECORD)
+        line.attach_taps(selection, lambda site: _RootGradientCallback(self), Order.RECORD)
         steps = OptimizerSteps(
             lambda _: self._passes.sees_backward(), self.check_at_step, _do_nothing
         )
@@ -137,7 +142,11 @@ class BackwardChecks:
                 del self._runs[next(iter(self._runs))]
             runs = self._runs[number] = []
             loss = self._current_loss()
-            judge = self._backward_ends if loss is None else loss.bind_context(self._backward_ends)
+            judge = (
+                self._backward_ends
+                if loss is None
+                else loss.bind_to_callers_context(self._backward_ends)
+            )
             # Behind others: there DDP writes the reduced gradients.
             at_end_of_backward(lambda: at_end_of_backward(lambda: judge(number, loss)))
         if run not in runs:
@@ -173,10 +182,10 @@ class BackwardChecks:
             self._has_been_finite |= is_finite
             self._n_bad += not is_finite
             self._first_bad = self._first_bad or outcome.in_backward
-            self._note_nan_loss(runs, loss, is_finite=is_finite)
+            self._update_nan_loss(runs, loss, is_finite=is_finite)
             self._judged = _GradientSnapshot(self._weights)
             self._first_judged = self._first_judged if is_known else self._judged
-            self._agree_across_ranks(runs, loss)
+            self._agree_on_finding(runs, loss)
         finally:
             for run in runs:
                 run.gradients = {}
@@ -188,7 +197,9 @@ class BackwardChecks:
             return None
         return finding.with_(notes=tuple(note for note in finding.notes if note != _WAITING))
 
-    def _bad_unreduced(self, runs: list[CheckedRun], loss: LossGraph | None) -> CheckFinding | None:
+    def _finding_of_unreduced_gradients(
+        self, runs: list[CheckedRun], loss: LossGraph | None
+    ) -> CheckFinding | None:
         """Judge the gradients that FSDP2 keeps until a later backward reduces them."""
         model = self._model()
         modules = [] if model is None else model.modules()
@@ -204,11 +215,11 @@ class BackwardChecks:
         finding = self._find_cause(runs, loss, bad)
         return finding.with_(rank=rank_here(), notes=(*finding.notes, _WAITING))
 
-    def _agree_across_ranks(self, runs: list[CheckedRun], loss: LossGraph | None) -> None:
+    def _agree_on_finding(self, runs: list[CheckedRun], loss: LossGraph | None) -> None:
         """Agree with the other ranks on the finding of this backward, where weights are sharded."""
         if self._checked.sharded_on is None:
             return
-        waiting = self._bad_unreduced(runs, loss)
+        waiting = self._finding_of_unreduced_gradients(runs, loss)
         finding = self._checked.earliest(self._outcome.in_backward or self._nan_loss or waiting)
         is_loss = finding is not None and finding.is_loss
         is_waiting = finding is not None and _WAITING in finding.notes
@@ -216,7 +227,7 @@ class BackwardChecks:
         self._waiting = finding if is_waiting else None
         self._outcome.in_backward = None if is_loss or is_waiting else finding
 
-    def _note_nan_loss(
+    def _update_nan_loss(
         self, runs: list[CheckedRun], loss: LossGraph | None, *, is_finite: bool
     ) -> None:
         """Note a loss that is NaN although its gradients are finite."""
@@ -252,7 +263,7 @@ class BackwardChecks:
                 if why:
                     break  # it may come from a run that could not be repeated
                 return self._finding_of_loss(run, loss)
-            finding, why_not = self._forward.repeat(run, self._explain_by_repeating)
+            finding, why_not = self._forward.repeat_run(run, self._explain_by_repeating)
             if finding is not None:
                 return finding
             why = why or why_not
@@ -325,7 +336,7 @@ class BackwardChecks:
                 self._forward.begin_partial_run(outside)
             return
         if self._checked.others_would_wait:
-            finding = earliest(finding) or finding
+            finding = earliest_of_ranks(finding) or finding
             self._outcome.until_step, self._all_know = None, False
         raise self._outcome.add(finding).error()
 
@@ -342,7 +353,11 @@ class BackwardChecks:
         known = self._outcome.in_backward
         is_judged = known is None and self._judged.are_same(stepped)
         is_bad = not is_judged and not self._gradients_are_finite(param_ids)
-        finding = (known or self._step_finding(stepped)) if is_bad else self._nan_loss_of(stepped)
+        finding = (
+            (known or self._describe_gradients_not_from_outputs(stepped))
+            if is_bad
+            else self._nan_loss_of(stepped)
+        )
         # Each rank has shards of its own to step with, and all of them must stop.
         return self._checked.earliest(finding)
 
@@ -351,7 +366,9 @@ class BackwardChecks:
         is_same = self._judged.are_same(weights, compare_versions=False)
         return self._nan_loss if is_same else None
 
-    def _step_finding(self, stepped: list[tuple[str, Tensor]]) -> CheckFinding:
+    def _describe_gradients_not_from_outputs(
+        self, stepped: list[tuple[str, Tensor]]
+    ) -> CheckFinding:
         """Describe gradients that no backward through the model's outputs has made."""
         why = (
             "no backward through the model's outputs made it; look at what else writes gradients,"
@@ -359,12 +376,14 @@ class BackwardChecks:
         )
         return self._finding_of_gradients(self._bad_grads(stepped), self._forward.last_step, why)
 
-    def report_unstepped(self, error: BaseException | None) -> None:
+    def report_unstepped_gradients(self, error: BaseException | None) -> None:
         """Say at the end of the block what no optimizer has stepped with."""
         outcome = self._outcome
-        finding = self._finding_never_stepped()
+        finding = self._unstepped_finding()
         if error is None and self._checked.others_would_wait:
-            finding = self._agree_at_end(outcome.pop_forward_finding() or finding, finding)
+            finding = self._agree_on_finding_at_end(
+                outcome.pop_forward_finding() or finding, finding
+            )
         if finding is None:
             self._warn_of_skipped_steps(error)
             return
@@ -383,7 +402,7 @@ class BackwardChecks:
             self._outcome.warned.append(self._outcome.add(first))
             warn(_NEVER_STEPPED.format(n=self._n_bad, message=first.message.splitlines()[0]))
 
-    def _finding_never_stepped(self) -> CheckFinding | None:
+    def _unstepped_finding(self) -> CheckFinding | None:
         """Return what is wrong with the gradients at the end, if nobody has raised it."""
         finding = self._outcome.pop_backward_finding() or self._nan_loss_of(self._weights)
         if self._waiting is not None:  # nobody could have stepped with it
@@ -392,11 +411,11 @@ class BackwardChecks:
         # skipped on purpose.
         if self._has_stepped or not (finding is None or self._first_judged.are_same(self._weights)):
             return None
-        finding = finding or self._finding_of_other_writes()
+        finding = finding or self._finding_of_gradients_not_from_outputs()
         is_told = finding in self._outcome.all and finding is not self._outcome.until_step
         return None if is_told else finding
 
-    def _agree_at_end(
+    def _agree_on_finding_at_end(
         self, finding: CheckFinding | None, of_gradients: CheckFinding | None
     ) -> CheckFinding | None:
         """Agree with the other ranks on what to raise at the end, where they know of it.
@@ -406,7 +425,7 @@ class BackwardChecks:
             of_gradients: the finding of gradients that are still there, if there is one.
         """
         if self._all_know or of_gradients is not None:
-            return earliest(finding)
+            return earliest_of_ranks(finding)
         if finding is None or not self._has_judged:
             return finding
         # The gradients were finite, so the other ranks know nothing of it.
@@ -414,13 +433,13 @@ class BackwardChecks:
         warn(f"hl.check: {finding.message}")
         return None
 
-    def _finding_of_other_writes(self) -> CheckFinding | None:
+    def _finding_of_gradients_not_from_outputs(self) -> CheckFinding | None:
         """Describe gradients that something else than a backward through the outputs has made."""
         if any(finding.is_error for finding in self._outcome.all):
             return None  # said already
         if self._at_start.are_same(self._weights) or self._gradients_are_finite():
             return None
-        return self._step_finding(self._weights)
+        return self._describe_gradients_not_from_outputs(self._weights)
 
     def _gradients_are_finite(self, ids: set[int] | None = None) -> bool:
         weights = [weight for _, weight in self._weights if ids is None or id(weight) in ids]
@@ -445,7 +464,7 @@ class _GradientSnapshot:
     def __init__(self, weights: list[tuple[str, Tensor]]) -> None:
         # Weakly, or the memory of gradients that are dropped would stay.
         self._grads = {
-            id(weight): None if grad is None else (weakref.ref(grad), _version_here(grad))
+            id(weight): None if grad is None else (weakref.ref(grad), _local_version(grad))
             for weight, grad in ((weight, weight.grad) for _, weight in weights)
         }
 
@@ -456,17 +475,19 @@ class _GradientSnapshot:
             if grad is None or before is None:
                 if (grad is None) != (before is None):
                     return False
-            elif before[0]() is not grad or (compare_versions and before[1] != _version_here(grad)):
+            elif before[0]() is not grad or (
+                compare_versions and before[1] != _local_version(grad)
+            ):
                 return False
         return True
 
 
-def _version_here(grad: Tensor) -> int | None:
+def _local_version(grad: Tensor) -> int | None:
     return version(grad if type(grad) is Tensor else local_part(grad))
 
 
 @final
-class _RootGradient(GradientCallback):
+class _RootGradientCallback(GradientCallback):
     """See the gradients of the root's outputs."""
 
     __slots__ = ("_checks",)

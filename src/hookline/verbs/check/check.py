@@ -38,8 +38,8 @@ from hookline.statistics.finiteness import (
 from hookline.verbs.check.backward import BackwardChecks
 from hookline.verbs.check.finding import SINCE_START, CheckFinding
 from hookline.verbs.check.forward import ForwardChecks
-from hookline.verbs.check.pending_findings import Checked, Outcome, finding_of_tensor
-from hookline.verbs.check.replay import named_tensors
+from hookline.verbs.check.pending_findings import CheckedModel, Outcome, finding_of_tensor
+from hookline.verbs.check.replay import named_parameters_and_buffers
 from hookline.verbs.check.replay_file import make_folder
 from hookline.verbs.check.unusual_outputs import checked_names
 from hookline.verbs.shared.finalizing_line import FinalizingLine
@@ -64,7 +64,7 @@ class CheckLine(FinalizingLine[Line]):
         is_sharded = has_process_group() and bool(sharding_kind(model))
         devices = (parameter.device for parameter in model.parameters())
         sharded_on = next(devices, torch.device("cpu")) if is_sharded else None
-        self._checked = checked = Checked(line.passes, weakref.ref(model), sharded_on)
+        self._checked = checked = CheckedModel(line.passes, weakref.ref(model), sharded_on)
         self._forward = ForwardChecks(checked, self._outcome, also)
         self._backward = BackwardChecks(
             checked, self._outcome, self._forward, warns_of_missing="missing_grad" in also
@@ -106,7 +106,7 @@ class CheckLine(FinalizingLine[Line]):
         has_ended = self._line.passes.closed
         if error is None:
             self._forward.judge_dead_units()
-        self._backward.report_unstepped(error)
+        self._backward.report_unstepped_gradients(error)
         if error is None and not has_ended:
             self._check_final_weights()
 
@@ -153,7 +153,7 @@ def _bad_weight(
     """Find a parameter that is not finite, or a buffer that holds a NaN."""
     allowed = {"parameter": NonFinite.NONE, "buffer": NonFinite.INF | NonFinite.MINUS_INF}
     entries = [
-        entry for entry in named_tensors(nodes)
+        entry for entry in named_parameters_and_buffers(nodes)
         if is_measurable(entry[2]) and (with_buffers or entry[0] == "parameter")
     ]  # fmt: skip
     probes = probe_each(tensor for _, _, tensor in entries)

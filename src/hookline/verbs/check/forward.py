@@ -36,9 +36,14 @@ from hookline.statistics.finiteness import (
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.loss_graph import NodeNumbers
 from hookline.verbs.check.nonfinite_origins import Origin, measure
-from hookline.verbs.check.pending_findings import Checked, Outcome
+from hookline.verbs.check.pending_findings import CheckedModel, Outcome
 from hookline.verbs.check.replay import RUN, CheckedRun, Replay
-from hookline.verbs.check.unusual_outputs import History, TraitReader, Traits, judge_all
+from hookline.verbs.check.unusual_outputs import (
+    OutputHistory,
+    TraitReader,
+    Traits,
+    judge_extremes_of_run,
+)
 from hookline.verbs.shared.rerun import ChangingBuffers
 
 # The key in `Pass.opened` of the extremes of a pass's outputs, where `also=` asks for them.
@@ -57,7 +62,7 @@ _NOTHING = (
 
 @final
 @dataclass(slots=True)
-class _Output:
+class _MeasuredOutput:
     """The output of one module."""
 
     site: Site  # its site
@@ -74,13 +79,13 @@ class ForwardChecks:
     Hooks hold it, so it must not hold the line.
     """
 
-    def __init__(self, checked: Checked, outcome: Outcome, also: frozenset[str]) -> None:
+    def __init__(self, checked: CheckedModel, outcome: Outcome, also: frozenset[str]) -> None:
         self._checked, self._passes, self._model = checked, checked.passes, checked.model
         self._outcome = outcome
         self._also = also
-        self._outputs: list[_Output] = []
+        self._outputs: list[_MeasuredOutput] = []
         self._traits = TraitReader(also)
-        self._histories: list[History] = []
+        self._histories: list[OutputHistory] = []
         self._changing = ChangingBuffers()
         self.node_numbers: NodeNumbers = NodeNumbers()
         self._n_runs = 0
@@ -92,7 +97,7 @@ class ForwardChecks:
 
         def bind(site: Site) -> SplitCallback:
             callback = self._make_callback(site, is_single=site.path in single)
-            return callback if site.path else _keeping_output(callback)
+            return callback if site.path else _keep_root_output(callback)
 
         line.attach_taps(Selection(line.module_tree, places), bind, Order.RECORD)
         self._passes.sink, self._passes.at_root = self, self._root_begins
@@ -113,10 +118,10 @@ class ForwardChecks:
             warn(_NOTHING.format(runs=plural(self._n_runs, "run")))
 
     def _make_callback(self, site: Site, *, is_single: bool) -> SplitCallback:
-        number, output = len(self._outputs), _Output(site)
+        number, output = len(self._outputs), _MeasuredOutput(site)
         self._outputs.append(output)
 
-        def see(current: Pass, value: Any) -> None:
+        def measure_output(current: Pass, value: Any) -> None:
             is_plain = not current.is_transformed
             number_of = (
                 output.measure(value) if is_plain else probe_in_transform(output.measure, value)
@@ -126,7 +131,7 @@ class ForwardChecks:
                 if not current.roots and len(current.log) > _MOST_SUMS:
                     self.judge_partial_run(current)
 
-        def after(current: Pass, number_of: Tensor | None) -> None:
+        def log_graph_measure(current: Pass, number_of: Tensor | None) -> None:
             if number_of is not None:
                 # What is measured in the graph stays the sum: only a NaN in it counts from now on.
                 is_plain = output.measure is probe_sum
@@ -135,33 +140,33 @@ class ForwardChecks:
 
         # A container's output is a part's, seen already.
         if not self._traits.is_on or not is_single:
-            return SplitCallback(see, probe_sum, after)
+            return SplitCallback(measure_output, probe_sum, log_graph_measure)
         reader = self._traits
-        history = History(site, self._also, self._outcome.add)
+        history = OutputHistory(site, self._also, self._outcome.add)
         self._histories.append(history)
 
-        def note(current: Pass, traits: Traits) -> None:
+        def compare_traits(current: Pass, traits: Traits) -> None:
             run: CheckedRun = current.opened[RUN][0]
             call = run.n_calls[history]
             run.n_calls[history] += 1
-            history.compare_run(traits, call, run.step)
+            history.compare_with_earlier_runs(traits, call, run.step)
             if traits.extremes is not None:
                 current.opened[_EXTREMES].append((history, call, traits.extremes))
 
-        def see_and_note(current: Pass, value: Any) -> None:
-            see(current, value)
+        def measure_and_compare(current: Pass, value: Any) -> None:
+            measure_output(current, value)
             if not current.is_transformed:
-                note(current, reader.read(value, site.module_type))
+                compare_traits(current, reader.read(value, site.module_type))
 
-        def after_both(current: Pass, measured_in_graph: tuple[Tensor | None, Traits]) -> None:
-            after(current, measured_in_graph[0])
+        def log_and_compare(current: Pass, measured_in_graph: tuple[Tensor | None, Traits]) -> None:
+            log_graph_measure(current, measured_in_graph[0])
             if not current.is_transformed:
-                note(current, measured_in_graph[1])
+                compare_traits(current, measured_in_graph[1])
 
         def total_and_traits(value: Any) -> tuple[Tensor | None, Traits]:
             return probe_sum(value), reader.read(value, site.module_type)
 
-        return SplitCallback(see_and_note, total_and_traits, after_both)
+        return SplitCallback(measure_and_compare, total_and_traits, log_and_compare)
 
     def begin_pass(self, current: Pass) -> None:
         """Make the run of a pass, and judge it when the pass ends."""
@@ -174,14 +179,14 @@ class ForwardChecks:
     def _root_begins(self, current: Pass, frame: FrameType) -> None:
         model = self._model()
         if model is not None and not current.is_transformed:
-            current.opened[RUN][0].note_start(frame, model, self._changing)
+            current.opened[RUN][0].record_start(frame, model, self._changing)
 
     def _pass_ends(self, current: Pass, run: CheckedRun) -> None:
         try:
             finding = self._judge_run(run)
             if not current.failed:
                 finding = self._checked.earliest(finding)
-            judge_all(current.opened[_EXTREMES], run.step)
+            judge_extremes_of_run(current.opened[_EXTREMES], run.step)
         finally:
             current.opened[_EXTREMES] = []
             if run.start is not None:
@@ -195,7 +200,7 @@ class ForwardChecks:
                     run.first_node, is_finite=run.is_output_finite, called_at=run.called_at
                 )
             if not run.has_grad:
-                run.drop()
+                run.release()
         if finding is None or finding.vanished:
             return
         error, outcome = sys.exception(), self._outcome
@@ -230,8 +235,8 @@ class ForwardChecks:
         """Find who made a value that is not finite in a run; None if all is well."""
         self._has_measured = self._has_measured or any(not n.is_meta for _, n, _ in run.sums)
         bad = finiteness.indices_not_finite([number for _, number, _ in run.sums])
-        run.is_output_finite = all(self._output_of_sum(run, k).site.path for k in bad)
-        suspects = [k for k in bad if not self._output_of_sum(run, k).is_excused]
+        run.is_output_finite = all(self._output_at_sum(run, k).site.path for k in bad)
+        suspects = [k for k in bad if not self._output_at_sum(run, k).is_excused]
         if not suspects:
             return None
         model, finding, why = self._model(), None, None
@@ -239,12 +244,14 @@ class ForwardChecks:
             # The weights have stepped without an optimizer of torch, with what a backward made.
             finding = self._outcome.pop_backward_finding()
         if finding is None:
-            finding, why = self.repeat(run, lambda replay: self._explain(replay, run, suspects))
+            finding, why = self.repeat_run(
+                run, lambda replay: self._explain_by_replay(replay, run, suspects)
+            )
         if why is not None:
             finding = self._judge_by_sums(run, suspects, why)
         return None if finding is None else self._outcome.add(finding)
 
-    def repeat(
+    def repeat_run(
         self, run: CheckedRun, explain: Callable[[Replay], tuple[CheckFinding | None, str | None]]
     ) -> tuple[CheckFinding | None, str | None]:
         """Repeat a run, and explain it by its repetition.
@@ -265,10 +272,10 @@ class ForwardChecks:
         except Exception as error:
             return None, f"the run could not be repeated ({first_line(error)})"
 
-    def _output_of_sum(self, run: CheckedRun, index: int) -> _Output:
+    def _output_at_sum(self, run: CheckedRun, index: int) -> _MeasuredOutput:
         return self._outputs[run.sums[index][0]]
 
-    def _explain(
+    def _explain_by_replay(
         self, replay: Replay, run: CheckedRun, suspects: list[int]
     ) -> tuple[CheckFinding | None, str | None]:
         """Explain a run by its repetition, as far as both were the same."""
@@ -276,11 +283,11 @@ class ForwardChecks:
         difference = _unexplained_difference(replay, run, origins)
         if difference is not None:
             return None, NOT_REPEATED.format(difference)
-        outputs = [self._output_of_sum(run, k) for k in suspects]
+        outputs = [self._output_at_sum(run, k) for k in suspects]
         if not origins:
             for output in outputs:
                 calls = [call for call in replay.calls if call.node.path == output.site.path]
-                output.measure = _measure_for(
+                output.measure = _measure_for_expected_kinds(
                     finiteness.union_of_kinds(call.kinds for call in calls)
                 )
             return None, None
@@ -304,22 +311,26 @@ class ForwardChecks:
         kinds = _non_finite_kinds(run.output)
         if kinds is None or kinds & ~NonFinite.MINUS_INF:
             if kinds is not None or any(bool(run.sums[k][1].isnan()) for k in suspects):
-                return self._describe_output(run, suspects, why)
+                return self._describe_first_bad_output(run, suspects, why)
             exact = []
         else:
             # It has vanished, or a sum has overflowed.
             exact = [k for k in suspects if run.sums[k][2] not in (probe_sum, None)]
         for k in suspects:
-            self._output_of_sum(run, k).measure = finiteness.probe_beside_masks
-        inner = [k for k in exact if self._output_of_sum(run, k).site.path]
+            self._output_at_sum(run, k).measure = finiteness.probe_beside_masks
+        inner = [k for k in exact if self._output_at_sum(run, k).site.path]
         for k in inner:
-            self._output_of_sum(run, k).is_excused = True
-        return self._describe_output(run, inner, why).with_(vanished=True) if inner else None
+            self._output_at_sum(run, k).is_excused = True
+        return (
+            self._describe_first_bad_output(run, inner, why).with_(vanished=True) if inner else None
+        )
 
-    def _describe_output(self, run: CheckedRun, suspects: list[int], why: str) -> CheckFinding:
+    def _describe_first_bad_output(
+        self, run: CheckedRun, suspects: list[int], why: str
+    ) -> CheckFinding:
         """Describe the first output that has a NaN, or else the root's, or the first."""
         has_nan = [k for k in suspects if bool(run.sums[k][1].isnan())]
-        roots = [k for k in suspects if not self._output_of_sum(run, k).site.path]
+        roots = [k for k in suspects if not self._output_at_sum(run, k).site.path]
         index = [*has_nan, *roots, *suspects][0]
         number = run.sums[index][0]
         call = sum(site_number == number for site_number, _, _ in run.sums[:index])
@@ -328,7 +339,7 @@ class ForwardChecks:
         nodes = [] if model is None else module_tree(model).nodes
         node = next((candidate for candidate in nodes if candidate.path == site.path), None)
         parameters = [] if node is None else node.module.named_parameters(recurse=False)
-        passed = [path_text(self._output_of_sum(run, k).site.path) for k in suspects if k > index]
+        passed = [path_text(self._output_at_sum(run, k).site.path) for k in suspects if k > index]
         output = [] if site.path else finiteness.measurable_in(run.output)
         counts = [finiteness.count_nan_and_inf(tensor) for tensor in output]
         return CheckFinding(
@@ -342,16 +353,16 @@ class ForwardChecks:
         )  # fmt: skip
 
 
-def _keeping_output(callback: SplitCallback) -> SplitCallback:
+def _keep_root_output(callback: SplitCallback) -> SplitCallback:
     """Let a callback keep the root's output until its pass ends: there it is judged exactly."""
-    see = callback.callback
+    measure_output = callback.callback
 
-    def see_and_keep(current: Pass, value: Any) -> None:
-        see(current, value)
+    def measure_and_keep(current: Pass, value: Any) -> None:
+        measure_output(current, value)
         if current.roots and RUN in current.opened:
             current.opened[RUN][0].output = value
 
-    return callback._replace(callback=see_and_keep)
+    return callback._replace(callback=measure_and_keep)
 
 
 def _unexplained_difference(replay: Replay, run: CheckedRun, origins: list[Origin]) -> str | None:
@@ -373,7 +384,7 @@ def _non_finite_kinds(output: Any) -> NonFinite | None:
     return finiteness.union_of_kinds(map(non_finite_kinds, tensors)) if tensors else None
 
 
-def _measure_for(meant: NonFinite) -> Measure:
+def _measure_for_expected_kinds(meant: NonFinite) -> Measure:
     """Return the measure for a site where these kinds are meant; without any, its sum overflows."""
     if meant is NonFinite.MINUS_INF:
         return finiteness.probe_beside_masks

@@ -181,7 +181,9 @@ class LossGraph:
         ):
             self.fault = Fault(None, loss, notes=(_TOO_MANY,))
         elif loss is not None:
-            self.fault = self._with_line(_Values(self._nodes, loss, self._is_output_finite).fault())
+            self.fault = self._add_line(
+                _LossValues(self._nodes, loss, self._is_output_finite).fault()
+            )
         else:
             for node in self._nodes:
                 self._handles.append(hook_node(node, self._gradient_keeper(node)))
@@ -212,7 +214,7 @@ class LossGraph:
         self._handles, self._nodes, self._frame = [], [], None
         self._gradients = []
 
-    def bind_context(self, act: Callable[..., None]) -> Callable[..., None]:
+    def bind_to_callers_context(self, act: Callable[..., None]) -> Callable[..., None]:
         """Return a function that acts among the lines of the backward's caller.
 
         A thread of autograd, on a GPU, has no context, and so no lines.
@@ -226,10 +228,10 @@ class LossGraph:
             if bad and any(non_finite_kinds(tensor.detach()) for tensor in arrived):
                 return None  # it was given that, by an operation whose gradients are not known
             if bad:
-                return self._with_line(Fault(node, bad[0], arrived, is_of_backward=True))
+                return self._add_line(Fault(node, bad[0], arrived, is_of_backward=True))
         return None
 
-    def _with_line(self, fault: Fault) -> Fault:
+    def _add_line(self, fault: Fault) -> Fault:
         """Add the line to a fault, if the graph does not know it."""
         node, frame = fault.node, self._frame
         if fault.line is None and node is not None and frame is not None:
@@ -244,7 +246,7 @@ class LossGraph:
 
 
 @final
-class _Values:
+class _LossValues:
     """Hold the values in the graph of a loss, as far as they are known.
 
     Each node of `nodes` stands behind those that it gets values from.
@@ -313,7 +315,7 @@ class _Values:
         is_kept = all(self._kinds_at(below) is not None for below in edges)
         if not is_kept and _HARMLESS.fullmatch(node.name()):
             return Fault(None, self._loss, notes=(_TOO_LITTLE,))
-        return self._fault_of(node, edges, is_kept=is_kept)
+        return self._describe_fault(node, edges, is_kept=is_kept)
 
     def _next_non_finite(self, edges: Sequence[tuple[Any, int]]) -> tuple[Any, int] | None:
         """Return the next value that is not finite, behind those that are not known."""
@@ -321,14 +323,14 @@ class _Values:
         while waiting:
             edge = waiting.pop(0)
             kinds = self._kinds_at(edge)
-            if kinds and (kinds & NonFinite.NAN or not _writes_out_numbers(edge[0])):
+            if kinds and (kinds & NonFinite.NAN or not _writes_constants(edge[0])):
                 return edge
             if kinds is None and edge not in visited and edge[0] in self._nodes:
                 visited.add(edge)
                 waiting += _input_edges(edge[0])
         return None
 
-    def _fault_of(self, node: Any, edges: list[tuple[Any, int]], *, is_kept: bool) -> Fault:
+    def _describe_fault(self, node: Any, edges: list[tuple[Any, int]], *, is_kept: bool) -> Fault:
         inputs = [tensor for tensor in map(self._value_at, edges) if tensor is not None]
         constants = self._constants.get(node, [])
         notes: tuple[str, ...] = ()
@@ -352,7 +354,7 @@ _TOO_LITTLE = (
 )
 
 
-def _writes_out_numbers(node: Any) -> bool:
+def _writes_constants(node: Any) -> bool:
     return node is not None and _FILLING.fullmatch(node.name()) is not None
 
 
@@ -386,21 +388,21 @@ def _operand(node: Any, inputs: list[Any], index: int) -> Any:
     return (node._saved_self, node._saved_other)[index] if is_saved else inputs[index]
 
 
-def _unary(name: str) -> Callable[[Any, list[Any]], Tensor]:
+def _make_unary(name: str) -> Callable[[Any, list[Any]], Tensor]:
     function: Callable[[Tensor], Tensor] = getattr(torch, name)
     return lambda node, inputs: function(inputs[0])
 
 
-def _binary(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, list[Any]], Tensor]:
+def _make_binary(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, list[Any]], Tensor]:
     return lambda node, inputs: function(_operand(node, inputs, 0), _operand(node, inputs, 1))
 
 
-def _mean(node: Any, inputs: list[Any]) -> Tensor:
+def _compute_mean(node: Any, inputs: list[Any]) -> Tensor:
     is_of_nothing = node._saved_self_sym_numel == 0
     return torch.tensor(torch.nan) if is_of_nothing else torch.mean(inputs[0])
 
 
-def _nll(node: Any, inputs: list[Any]) -> Tensor:
+def _compute_nll_loss(node: Any, inputs: list[Any]) -> Tensor:
     loss: Tensor = torch.ops.aten.nll_loss(
         inputs[0], node._saved_target, node._saved_weight, _as_signed(node._saved_reduction),
         _as_signed(node._saved_ignore_index),
@@ -411,14 +413,14 @@ def _nll(node: Any, inputs: list[Any]) -> Tensor:
 _UNARY = ("log", "log2", "log10", "log1p", "acos", "asin", "abs", "neg", "sum")
 # Functions that compute the output of a node's operation from its inputs.
 _COMPUTED: dict[str, Callable[[Any, list[Any]], Tensor]] = {
-    **{f"{name.title()}Backward0": _unary(name) for name in _UNARY},
-    "MulBackward0": _binary(torch.mul),
-    "DivBackward0": _binary(torch.div),
+    **{f"{name.title()}Backward0": _make_unary(name) for name in _UNARY},
+    "MulBackward0": _make_binary(torch.mul),
+    "DivBackward0": _make_binary(torch.div),
     "AddBackward0": lambda node, inputs: torch.add(*inputs, alpha=node._saved_alpha),
     "SubBackward0": lambda node, inputs: torch.sub(*inputs, alpha=node._saved_alpha),
     "SumBackward1": _make_reduction(torch.sum),
-    "MeanBackward0": _mean,
+    "MeanBackward0": _compute_mean,
     "MeanBackward1": _make_reduction(torch.mean),
     "PowBackward0": lambda node, inputs: torch.pow(inputs[0], node._saved_exponent),
-    "NllLossBackward0": _nll,
+    "NllLossBackward0": _compute_nll_loss,
 }

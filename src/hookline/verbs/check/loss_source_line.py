@@ -86,17 +86,17 @@ def _simple_statements(code: CodeType) -> Iterator[ast.stmt]:
         and code.co_firstlineno in {node.lineno, *(part.lineno for part in node.decorator_list)}
     ]  # fmt: skip
     if functions or code.co_name == "<module>":
-        yield from _walk_simple(functions[0] if functions else tree)
+        yield from _walk_simple_statements(functions[0] if functions else tree)
 
 
-def _walk_simple(node: ast.AST) -> Iterator[ast.stmt]:
+def _walk_simple_statements(node: ast.AST) -> Iterator[ast.stmt]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
         if isinstance(child, ast.stmt) and not hasattr(child, "body"):
             yield child
         else:
-            yield from _walk_simple(child)
+            yield from _walk_simple_statements(child)
 
 
 def _statements_by_variable(statements: list[ast.stmt]) -> dict[str, list[ast.stmt]]:

@@ -95,7 +95,7 @@ class Origin:
 
 @final
 @dataclass(slots=True)
-class _Mark:
+class _NonFiniteMark:
     """A tensor that is not finite; the mark holds it, so that its memory is not used again."""
 
     tensor: Tensor  # the tensor
@@ -114,13 +114,15 @@ class _ExpectedKinds:
 
     __slots__ = ("_kinds", "is_empty")
 
-    def __init__(self, function: Any, arguments: Any, marks: list[_Mark]) -> None:
+    def __init__(self, function: Any, arguments: Any, marks: list[_NonFiniteMark]) -> None:
         name = _operation_name(function)
         is_moving = function.is_view or any(part in name for part in _MOVING)
         followed = [mark for mark in marks if is_moving or not mark.is_empty]
         self.is_empty = name.startswith(_EMPTY) or any(mark.is_empty for mark in followed)
         kinds = union_of_kinds(mark.kinds for mark in followed)
-        self._kinds = (kinds if is_moving else kinds & ~NonFinite.NAN) | _literals(name, arguments)
+        self._kinds = (kinds if is_moving else kinds & ~NonFinite.NAN) | _expected_literal_kinds(
+            name, arguments
+        )
 
     def has_made(self, kinds: Iterable[NonFinite]) -> bool:
         """Tell whether the operation has made what is in its outputs."""
@@ -177,7 +179,9 @@ class FunctionNames(TorchFunctionMode):
         tensors = (argument for argument in arguments if isinstance(argument, Tensor))
         if any(argument is tensor or storage_address(argument) == key for argument in tensors):
             return NonFinite.NONE
-        numbers = [_kind_of(argument) for argument in arguments if isinstance(argument, Real)]
+        numbers = [
+            _kind_of_number(argument) for argument in arguments if isinstance(argument, Real)
+        ]
         return union_of_kinds(numbers)
 
 
@@ -192,7 +196,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outside = outside
         self._frames = frames
         self._names = names
-        self._marks: dict[int | None, list[_Mark]] = {}
+        self._marks: dict[int | None, list[_NonFiniteMark]] = {}
         self.count: int = 0
         self._operation: str | None = None
 
@@ -217,29 +221,33 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _operation_name(function).startswith(_NEW):
             _fill_with_nan(output)
         outputs = {id(tensor): tensor for tensor in (*_tensors_in(output), *written)}
-        bad = [(tensor, kinds) for tensor in outputs.values() if (kinds := _kinds_or_none(tensor))]
+        bad = [
+            (tensor, kinds) for tensor in outputs.values() if (kinds := _kinds_if_readable(tensor))
+        ]
         if bad:
             self._mark_outputs(function, (args, kwargs), inputs, before, bad)
         return output
 
-    def mark_of(self, tensor: Tensor) -> _Mark | None:
+    def mark_of(self, tensor: Tensor) -> _NonFiniteMark | None:
         """Return what is known of a tensor that is not finite; None if it is finite."""
         with without_modes():  # or the look would be an operation of the model
             return self._mark_if_nonfinite(tensor)
 
-    def _mark_if_nonfinite(self, tensor: Tensor) -> _Mark | None:
-        kinds = _kinds_or_none(tensor)
+    def _mark_if_nonfinite(self, tensor: Tensor) -> _NonFiniteMark | None:
+        kinds = _kinds_if_readable(tensor)
         if not kinds:
             return None
         marks = self._marks.get(storage_address(tensor), ())
         bad = [mark for mark in marks if mark.origin is not None and mark.kinds & kinds]
         if bad:
-            return _Mark(tensor, kinds, bad[0].origin)
+            return _NonFiniteMark(tensor, kinds, bad[0].origin)
         if marks:
-            return _Mark(tensor, kinds, None, is_empty=any(mark.is_empty for mark in marks))
+            return _NonFiniteMark(
+                tensor, kinds, None, is_empty=any(mark.is_empty for mark in marks)
+            )
         return self._mark_from_outside(tensor, kinds)
 
-    def _mark_from_outside(self, tensor: Tensor, kinds: NonFinite) -> _Mark:
+    def _mark_from_outside(self, tensor: Tensor, kinds: NonFinite) -> _NonFiniteMark:
         kind, name = self._outside.kind_and_name(tensor)
         by_kind = {"parameter": NonFinite.NONE, "input": NonFinite.MINUS_INF}
         allowed = by_kind.get(kind, NonFinite.INF | NonFinite.MINUS_INF)
@@ -251,11 +259,11 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 source_line(user_frame(sys._getframe())), self._frames(),
             )  # fmt: skip
             origin.add_counts(tensor)
-        mark = _Mark(tensor, kinds, origin)
-        self._marks_of(tensor).append(mark)
+        mark = _NonFiniteMark(tensor, kinds, origin)
+        self._marks_of_memory(tensor).append(mark)
         return mark
 
-    def _marks_of(self, tensor: Tensor) -> list[_Mark]:
+    def _marks_of_memory(self, tensor: Tensor) -> list[_NonFiniteMark]:
         key = storage_address(tensor)
         return [] if key is None else self._marks.setdefault(key, [])
 
@@ -264,7 +272,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         function: Any,
         arguments: Any,
         inputs: list[Tensor],
-        before: dict[int, tuple[_Mark | None, Tensor]],
+        before: dict[int, tuple[_NonFiniteMark | None, Tensor]],
         bad: list[tuple[Tensor, NonFinite]],
     ) -> None:
         """Mark the outputs of an operation, and note the operation if it made what is in them.
@@ -284,7 +292,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 copies = [before[id(t)][1] if id(t) in before else t for t in inputs]
                 origin = self._new_origin(function, copies, [tensor for tensor, _ in bad])
         for tensor, kinds in bad:
-            self._marks_of(tensor).insert(0, _Mark(tensor, kinds, origin, is_empty))
+            self._marks_of_memory(tensor).insert(0, _NonFiniteMark(tensor, kinds, origin, is_empty))
 
     def _new_origin(self, function: Any, inputs: list[Tensor], bad: list[Tensor]) -> Origin:
         node = running_node_traceback()
@@ -327,7 +335,7 @@ def _fill_with_nan(new: Any) -> None:
                 tensor.fill_(math.nan)
 
 
-def _kinds_or_none(tensor: Tensor) -> NonFinite:
+def _kinds_if_readable(tensor: Tensor) -> NonFinite:
     try:
         return non_finite_kinds(tensor)
     except (RuntimeError, NotImplementedError):  # a layout or a dtype without these operations
@@ -358,19 +366,19 @@ def _written_arguments(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return written
 
 
-def _literals(name: str, arguments: Any) -> NonFinite:
+def _expected_literal_kinds(name: str, arguments: Any) -> NonFinite:
     """Return the kinds of numbers that are written out in the arguments: these are expected.
 
     A NaN is expected where memory is filled with it, and not where it is computed with.
     """
     kinds = union_of_kinds(
-        _kind_of(number) for number in _leaves(arguments) if isinstance(number, Real)
+        _kind_of_number(number) for number in _leaves(arguments) if isinstance(number, Real)
     )
     is_filling = any(word in name for word in _FILLING)
     return kinds if is_filling else kinds & ~NonFinite.NAN
 
 
-def _kind_of(number: Real) -> NonFinite:
+def _kind_of_number(number: Real) -> NonFinite:
     """Return the kind of a Python number."""
     value = float(number) if isinstance(number, float | np.floating) else 0.0
     if math.isnan(value):

@@ -13,7 +13,7 @@ from hookline.display.text import type_and_line
 from hookline.engine import Passes, has_process_group
 from hookline.errors import FolderError
 from hookline.statistics.finiteness import count_nan_and_inf
-from hookline.verbs.check.agree_across_ranks import earliest_if_any, rank_here
+from hookline.verbs.check.agree_across_ranks import earliest_of_ranks_if_any, rank_here
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.nonfinite_origins import Origin
 from hookline.verbs.check.replay import Replay
@@ -22,7 +22,7 @@ _MOST_KEPT = 100
 _MOST_FILES = 10
 
 
-class Checked(NamedTuple):
+class CheckedModel(NamedTuple):
     """The model that a check judges, and its passes."""
 
     passes: Passes
@@ -33,7 +33,11 @@ class Checked(NamedTuple):
 
     def earliest(self, finding: CheckFinding | None) -> CheckFinding | None:
         """Return the earliest finding of all ranks where weights are sharded; else this rank's."""
-        return finding if self.sharded_on is None else earliest_if_any(finding, self.sharded_on)
+        return (
+            finding
+            if self.sharded_on is None
+            else earliest_of_ranks_if_any(finding, self.sharded_on)
+        )
 
     @property
     def others_would_wait(self) -> bool:

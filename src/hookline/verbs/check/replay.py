@@ -84,7 +84,7 @@ class CheckedRun:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     has_grad: bool = field(default_factory=torch.is_grad_enabled)  # whether gradients were enabled
 
-    def note_start(self, frame: FrameType, root: nn.Module, changing: ChangingBuffers) -> None:
+    def record_start(self, frame: FrameType, root: nn.Module, changing: ChangingBuffers) -> None:
         """Note what the call of the root in this frame begins with."""
         self.first_node = next_number()
         caller = user_frame(frame)
@@ -104,7 +104,7 @@ class CheckedRun:
             return "the model was not called, only a part; check that, as in hl.check(m.net)"
         return self.start.why_not_repeatable()
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Release everything, because nothing of the run is repeated any more."""
         self.start, self.output, self.gradients, self.sums = None, None, {}, []
 
@@ -127,10 +127,10 @@ class ModuleCall:
 
     def is_overwritten(self) -> bool:
         """Tell whether an argument was overwritten since the call began."""
-        return self.versions != _versions(self.args, self.kwargs)
+        return self.versions != _argument_versions(self.args, self.kwargs)
 
 
-def _versions(args: Any, kwargs: Any) -> list[int | None]:
+def _argument_versions(args: Any, kwargs: Any) -> list[int | None]:
     values = (*args, *kwargs.values())
     return [version(tensor) for value in values for tensor in _tensors_in(value)]
 
@@ -193,7 +193,7 @@ class Replay:
             # What is compiled in place would be compiled anew, with the hooks of the repetition.
             with force_eager(), anomaly, self._names, self._origins:
                 self.output = self._root(*args, **kwargs)
-            self._judge_output()
+            self._find_output_origin()
         self.comparison.end({call.node.path for call in self.calls})
 
     def _without_graph(self, tensor: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class Replay:
         # A copy, so that the model may write to it, as it could before.
         return leaf if tensor.is_leaf else leaf.clone()
 
-    def _judge_output(self) -> None:
+    def _find_output_origin(self) -> None:
         for tensor in _tensors_in(self.output):
             self.has_numbers = self.has_numbers or is_measurable(tensor)
             mark = self._origins.mark_of(tensor)
@@ -286,7 +286,7 @@ class Replay:
             self._counts[id(module)] = count + 1
             call = ModuleCall(
                 node, None if self._is_backward else count, args, kwargs,
-                torch.get_rng_state(), next_number(), _versions(args, kwargs),
+                torch.get_rng_state(), next_number(), _argument_versions(args, kwargs),
             )  # fmt: skip
             self._running.append(call)
             self.calls.append(call)
@@ -311,7 +311,7 @@ class Replay:
             self.comparison.compare(path, output, self._origins.count)
 
     def _name_weights_and_inputs(self, args: Any, kwargs: Any) -> None:
-        for kind, path, tensor in named_tensors(self._nodes):
+        for kind, path, tensor in named_parameters_and_buffers(self._nodes):
             self._outside.add(kind, path, tensor)
         for leaf, tensor in tree.tensors(Arguments().bind(self._root, args, kwargs)):
             self._outside.add("input", f"{ROOT}:input{leaf_text(leaf)}", tensor)
@@ -396,7 +396,7 @@ class Replay:
         )
 
 
-def named_tensors(nodes: Iterable[ModuleNode]) -> list[tuple[str, str, Tensor]]:
+def named_parameters_and_buffers(nodes: Iterable[ModuleNode]) -> list[tuple[str, str, Tensor]]:
     """Return all parameters of modules, then all buffers: "parameter" or "buffer", path, tensor."""
     tables: list[tuple[str, Callable[[nn.Module], Mapping[str, Tensor | None]]]]
     tables = [("parameter", own_parameters), ("buffer", own_buffers)]

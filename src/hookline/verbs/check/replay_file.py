@@ -134,7 +134,7 @@ class SavedCall:
             torch.autograd.backward(outputs[:number], self.gradients[:number])
 
 
-def read(path: str | os.PathLike[str]) -> SavedCall:
+def read_saved_call(path: str | os.PathLike[str]) -> SavedCall:
     """Read a file that `SavedCall.write` made.
 
     Raises:
@@ -148,7 +148,7 @@ def read(path: str | os.PathLike[str]) -> SavedCall:
             body = json.loads((file.metadata() or {})[_KEY])
             if body["format"] != _FORMAT:
                 raise ValueError(body["format"])
-            saved = _decode(body, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            saved = _decode_call(body, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         str(saved.finding)  # fails if the finding is damaged
         torch.Generator().set_state(saved.rng)
         return saved
@@ -165,7 +165,7 @@ def read(path: str | os.PathLike[str]) -> SavedCall:
 _GIVE = "Give the file that hl.check(model, keep=folder) wrote when it raised."
 
 
-def _decode(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SavedCall:
+def _decode_call(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SavedCall:
     args, kwargs = decode(body["inputs"], tensors.__getitem__)
     return SavedCall(
         finding=CheckFinding.from_json(body["finding"]),

@@ -101,7 +101,7 @@ class TraitReader:
 
 
 @final
-class History:
+class OutputHistory:
     """Remember the output of one module in the runs so far, and add what is unusual.
 
     A call is compared with the same call in other runs: a pooling layer that several levels of a
@@ -121,18 +121,18 @@ class History:
         self._kinds: dict[int, tuple[tuple[torch.dtype, torch.Size], ...]] = {}
         self._warned: set[str] = set()
 
-    def compare_run(self, traits: Traits, call: int, step: int) -> None:
+    def compare_with_earlier_runs(self, traits: Traits, call: int, step: int) -> None:
         """Compare the output of a call, in the run of this number, with those before."""
         if "shapes" in self._checked:
             before = self._kinds.setdefault(call, traits.kinds)
             if before != traits.kinds:
-                was, now = _kinds_text(before), _kinds_text(traits.kinds)
+                was, now = _dtypes_and_shapes_text(before), _dtypes_and_shapes_text(traits.kinds)
                 text = f"has changed from {was} to {now} since the first run"
                 self._warn_once("shapes", text, step)
         if traits.alive is not None:
-            self._note_alive(traits.alive, step)
+            self._add_alive_units(traits.alive, step)
 
-    def _note_alive(self, alive: Tensor, step: int) -> None:
+    def _add_alive_units(self, alive: Tensor, step: int) -> None:
         with _lock:
             before = self._units.get(alive.shape)
             if before is None:
@@ -186,16 +186,16 @@ class History:
         warn(f"hl.check: {finding.message}")
 
 
-def _kinds_text(kinds: Iterable[tuple[torch.dtype, torch.Size]]) -> str:
+def _dtypes_and_shapes_text(kinds: Iterable[tuple[torch.dtype, torch.Size]]) -> str:
     return ", ".join(
         f"{str(dtype).removeprefix('torch.')}[:{''.join(f', {n}' for n in rest)}]"
         for dtype, rest in kinds
     )
 
 
-def judge_all(run_extremes: list[tuple[History, int, Tensor]], step: int) -> None:
+def judge_extremes_of_run(run_extremes: list[tuple[OutputHistory, int, Tensor]], step: int) -> None:
     """Judge the calls of the run of this number by their extremes; one transfer for each device."""
-    by_device: dict[torch.device, list[tuple[History, int, Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[OutputHistory, int, Tensor]]] = {}
     for entry in run_extremes:
         by_device.setdefault(entry[2].device, []).append(entry)
     for members in by_device.values():

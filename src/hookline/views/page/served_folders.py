@@ -18,7 +18,7 @@ from hookline.opening import open as open_folder
 from hookline.recordings import Recording
 from hookline.stores import Store, excerpt
 from hookline.verbs.check.finding import CheckFinding
-from hookline.verbs.check.replay_file import read as read_saved_call
+from hookline.verbs.check.replay_file import read_saved_call
 from hookline.verbs.compare.compare import compare
 from hookline.verbs.compare.comparison import Comparison
 from hookline.views.page.page_state import FolderContents, PageState
