@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.verbs.edit.indices import indices
+from hookline.verbs.edit.indices import parse_indices
 
 ENDS = st.none() | st.integers(-9, 9)
 FORMS = st.one_of(
@@ -28,20 +28,20 @@ def test_positions_are_chosen_as_python_indexes_a_list(given_form, length):
         numbers = [given_form] if isinstance(given_form, int) else given_form
         expected = sorted({whole[n] for n in numbers if -length <= n < length})
     positions = torch.arange(length)[None]
-    chosen = indices("at", given_form, allows_negative=True).match_tokens(
+    chosen = parse_indices("at", given_form, allows_negative=True).match_tokens(
         positions, torch.full_like(positions, length)
     )
     assert positions[chosen].tolist() == expected
 
 
 def test_what_has_not_occurred_is_written():
-    at = indices("at", [1, 7, -9], allows_negative=True)
+    at = parse_indices("at", [1, 7, -9], allows_negative=True)
     positions = torch.arange(3)[None]
     at.match_tokens(positions, torch.full_like(positions, 3))
     assert at.missing() == "at=7, -9"
     at.match_tokens(torch.tensor([[7]]), torch.tensor([[9]]))
     assert at.missing() == "at=-9"
-    steps = indices("steps", slice(2, None), allows_negative=False)
+    steps = parse_indices("steps", slice(2, None), allows_negative=False)
     assert [steps.match_step(step) for step in (0, 1)] == [False, False]
     assert steps.missing() == "steps=2:"
     assert steps.match_step(2)
@@ -57,23 +57,26 @@ def test_what_has_not_occurred_is_written():
 )
 def test_other_forms_are_refused(given_form):
     with pytest.raises(hl.AttachError, match=r"^at must be an integer, a slice or a list"):
-        indices("at", given_form, allows_negative=True)
+        parse_indices("at", given_form, allows_negative=True)
 
 
 def test_numbers_that_cannot_be_are_refused():
     with pytest.raises(hl.AttachError, match=r"steps must not be negative.*got -1\.\nCount"):
-        indices("steps", -1, allows_negative=False)
+        parse_indices("steps", -1, allows_negative=False)
     with pytest.raises(hl.AttachError, match=r"steps must not be negative"):
-        indices("steps", slice(None, -1), allows_negative=False)
+        parse_indices("steps", slice(None, -1), allows_negative=False)
     with pytest.raises(hl.AttachError, match=r"at must be a slice with a positive step"):
-        indices("at", slice(None, None, -1), allows_negative=True)
+        parse_indices("at", slice(None, None, -1), allows_negative=True)
     with pytest.raises(hl.AttachError, match=r"at must name at least one number, got \[\]"):
-        indices("at", [], allows_negative=True)
+        parse_indices("at", [], allows_negative=True)
 
 
 def test_tensors_and_ranges_are_lists():
-    assert indices("at", torch.tensor([2, 3]), allows_negative=True).numbers == (2, 3)
-    assert indices("at", torch.tensor(2), allows_negative=True).numbers == (2,)
-    assert indices("at", np.int64(2), allows_negative=True).numbers == (2,)
-    assert indices("at", [np.int64(2), torch.tensor(3)], allows_negative=True).numbers == (2, 3)
-    assert indices("steps", range(3), allows_negative=False).numbers == (0, 1, 2)
+    assert parse_indices("at", torch.tensor([2, 3]), allows_negative=True).numbers == (2, 3)
+    assert parse_indices("at", torch.tensor(2), allows_negative=True).numbers == (2,)
+    assert parse_indices("at", np.int64(2), allows_negative=True).numbers == (2,)
+    assert parse_indices("at", [np.int64(2), torch.tensor(3)], allows_negative=True).numbers == (
+        2,
+        3,
+    )
+    assert parse_indices("steps", range(3), allows_negative=False).numbers == (0, 1, 2)

@@ -43,7 +43,7 @@ def test_integers_in_range_of_another_dtype_are_taken(new):
     replaced = hl.edits.replace(new)(value)
     assert replaced.dtype is torch.uint8
     assert replaced.tolist() == torch.as_tensor(new).expand(2).tolist()
-    Operand(torch.zeros(0, dtype=torch.int64), "replace").check_fits(value[:0])
+    Operand(torch.zeros(0, dtype=torch.int64), "replace").check_dtype_and_broadcast(value[:0])
 
 
 @pytest.mark.parametrize("name", ["scale", "add", "replace"])
@@ -73,7 +73,7 @@ class OnDevice(torch.Tensor):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_number_on_a_gpu_is_not_rounded_first(dtype):
     value, number = torch.tensor([[1000.0, 1e-3, -7.0]]).to(dtype), torch.tensor(1.005)
-    operand = Operand(number.as_subclass(OnDevice), "scale").like(value)
+    operand = Operand(number.as_subclass(OnDevice), "scale").cast_like(value)
     assert (operand.shape, operand.dtype) == ((1, 1), torch.float32)
     for name in ("scale", "add", "replace"):
         change = getattr(hl.edits, name)
@@ -81,4 +81,4 @@ def test_a_number_on_a_gpu_is_not_rounded_first(dtype):
         assert new.dtype is dtype
         assert torch.equal(new, change(1.005)(value))
     plain = torch.ones(3)
-    assert not Operand(number.as_subclass(OnDevice), "scale").like(plain).dim()
+    assert not Operand(number.as_subclass(OnDevice), "scale").cast_like(plain).dim()

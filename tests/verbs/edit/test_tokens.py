@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.verbs.edit.indices import indices
+from hookline.verbs.edit.indices import parse_indices
 from hookline.verbs.edit.tokens import read_tokens
 
 IDS = torch.ones(2, 4, dtype=torch.long)
@@ -68,7 +68,7 @@ def test_a_padded_row_keeps_its_own_positions_behind_a_cache():
 def test_packed_sequences_end_each_on_their_own():
     tokens = main(input_ids=IDS, position_ids=torch.tensor([[0, 1, 2, 0], [0, 0, 1, 2]]))
     assert tokens.lengths.tolist() == [[3, 3, 3, 1], [1, 3, 3, 3]]
-    last = indices("at", -1, allows_negative=True)
+    last = parse_indices("at", -1, allows_negative=True)
     assert tokens.chosen_mask(last).tolist() == [
         [False, False, True, True],
         [True, False, False, True],
@@ -181,20 +181,22 @@ def test_a_cache_of_states_tells_only_whether_it_is_empty():
     ],
 )
 def test_a_mask_fits_a_value_whose_tokens_are_clear(shape, dtype, expected):
-    at = indices("at", 1, allows_negative=True)
-    mask = main(input_ids=IDS).mask_for(torch.zeros(shape, dtype=dtype), at)
+    at = parse_indices("at", 1, allows_negative=True)
+    mask = main(input_ids=IDS).broadcast_mask(torch.zeros(shape, dtype=dtype), at)
     assert (None if mask is None else [*mask.shape]) == expected
 
 
 @pytest.mark.parametrize(("n_heads", "n_queries", "is_clear"), [(3, 5, False), (3, 1, True)])
 def test_all_keys_of_a_row_are_not_its_new_token(n_heads, n_queries, is_clear):
     value = torch.zeros(1, n_heads, n_queries, 8)
-    mask = main(input_ids=IDS[:1, :1]).mask_for(value, indices("at", -1, allows_negative=True))
+    mask = main(input_ids=IDS[:1, :1]).broadcast_mask(
+        value, parse_indices("at", -1, allows_negative=True)
+    )
     assert (mask is not None) is is_clear
 
 
 @pytest.mark.parametrize(("at", "is_clear"), [(slice(None), True), (9, True), (1, False)])
 def test_tokens_out_of_order_are_clear_if_all_or_none_are_chosen(at, is_clear):
-    chosen = indices("at", at, allows_negative=True)
-    mask = main(input_ids=IDS).mask_for(torch.zeros(8, 5), chosen, in_order=False)
+    chosen = parse_indices("at", at, allows_negative=True)
+    mask = main(input_ids=IDS).broadcast_mask(torch.zeros(8, 5), chosen, in_order=False)
     assert (mask is not None) is is_clear

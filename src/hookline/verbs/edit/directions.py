@@ -44,7 +44,7 @@ def steer(direction: Tensor, strength: float | Tensor = 1.0) -> Edit:
             numbers, or its last dimension has another size than the direction.
     """
     if not isinstance(direction, Tensor) or direction.dim() != 1:
-        raise _not_directions("steer", "direction", "a vector of shape (n_features,)", direction)
+        raise _directions_error("steer", "direction", "a vector of shape (n_features,)", direction)
     # Training may begin at zero, and under a transform or compilation no number is read.
     if not direction.requires_grad and has_numbers(direction) and is_plain_eager():
         _check_finite_nonzero("direction", direction, direction.detach()[None].double().norm(dim=1))
@@ -55,17 +55,17 @@ def steer(direction: Tensor, strength: float | Tensor = 1.0) -> Edit:
         _check_features(value, direction, "steer")
         if is_zero and not is_dynamo_compiling():
             return value
-        amount = factor.like(value)
+        amount = factor.cast_like(value)
         steered = value + amount * direction.to(value.device, value.dtype)
         # -0.0 + 0.0 is 0.0, another bit. What stands in for it has no gradient of the amount.
-        if isinstance(amount, Tensor) and not _is_differentiated(amount):
+        if isinstance(amount, Tensor) and not _needs_gradient(amount):
             return torch.where(amount.to(value.device) == 0, value, steered).to(value.dtype)
         return steered.to(value.dtype)
 
     return explain_errors("steer", change)
 
 
-def _is_differentiated(amount: Tensor) -> bool:
+def _needs_gradient(amount: Tensor) -> bool:
     """Tell whether a gradient is taken with respect to an amount, backward or forward."""
     if amount.requires_grad:
         return torch.is_grad_enabled()
@@ -100,7 +100,7 @@ def project_out(directions: Tensor) -> Edit:
     is_tensor = isinstance(directions, Tensor) and directions.is_floating_point()
     if not is_tensor or directions.dim() not in (1, 2):
         wanted = "floating-point vectors of shape (n_directions, n_features)"
-        raise _not_directions("project_out", "directions", wanted, directions)
+        raise _directions_error("project_out", "directions", wanted, directions)
     basis = _orthonormal_basis(directions)
 
     def change(value: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def project_out(directions: Tensor) -> Edit:
             # Of dependent directions, too, this has a gradient: that of singular vectors has none.
             rows = directions.reshape(-1, directions.shape[-1]).double()
             rows = torch.nn.functional.normalize(rows, eps=sys.float_info.min)
-            lengths_along = torch.linalg.pinv(rows, rtol=_rounding(directions))
+            lengths_along = torch.linalg.pinv(rows, rtol=_rounding_tolerance(directions))
         wide = value.to(dtype)
         along = wide @ lengths_along.to(value.device, dtype)
         return (wide - along @ rows.to(value.device, dtype)).to(value.dtype)
@@ -130,11 +130,11 @@ def _orthonormal_basis(directions: Tensor) -> Tensor:
     vectors = (vectors / lengths)[lengths.squeeze(1) > 0]
     _check_finite_nonzero("directions", directions, lengths)
     _, values, rows = torch.linalg.svd(vectors, full_matrices=False)
-    basis: Tensor = rows[values > values[0] * _rounding(directions)]
+    basis: Tensor = rows[values > values[0] * _rounding_tolerance(directions)]
     return basis
 
 
-def _rounding(directions: Tensor) -> float:
+def _rounding_tolerance(directions: Tensor) -> float:
     """Return how far a direction that is a sum of others differs from it in its dtype, at most."""
     n_directions = directions.numel() // directions.shape[-1]
     return torch.finfo(directions.dtype).eps * max(_N_ROUNDINGS, math.sqrt(n_directions))
@@ -162,7 +162,7 @@ def _check_features(value: Tensor, directions: Tensor, name: str) -> None:
     )
 
 
-def _not_directions(name: str, argument: str, wanted: str, got: object) -> AttachError:
+def _directions_error(name: str, argument: str, wanted: str, got: object) -> AttachError:
     text = describe.in_full(got) if isinstance(got, Tensor) else describe.in_words(got)
     return AttachError(
         f"{argument} must be {wanted}, got {text}."

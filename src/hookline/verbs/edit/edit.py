@@ -30,8 +30,8 @@ from hookline.engine import (
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit import edits
-from hookline.verbs.edit.indices import indices
-from hookline.verbs.edit.steps_and_tokens import Places, SitePlaces
+from hookline.verbs.edit.indices import parse_indices
+from hookline.verbs.edit.steps_and_tokens import EditLimits, SiteEditLimits
 from hookline.verbs.shared.ports_of_selections import refuse_other_ports
 
 
@@ -125,25 +125,26 @@ def edit(
             of tokens for `at`, or the mask of the model does not tell its tokens.
     """
     line = Line(model, name="edit", every_thread=every_thread)
-    changes = _changes(selector, change)
-    places = Places(
-        indices("at", at, allows_negative=True), indices("steps", steps, allows_negative=False)
+    changes = _changes_by_selector(selector, change)
+    limits = EditLimits(
+        parse_indices("at", at, allows_negative=True),
+        parse_indices("steps", steps, allows_negative=False),
     )
     line.options.lenient = any(which is None for which, _ in changes)
     line.originals.consequence = _CONSEQUENCE
     for which, _ in changes:
         refuse_other_ports(ports, which)
     selected = [(line.select(which, ports_for(model, ports)), edit) for which, edit in changes]
-    if places.is_limited:
+    if limits.is_limited:
         _refuse_parameters(selection for selection, _ in selected)
-    detectors: list[_NoOpDetector] = []
+    site_edits: list[_SiteEdit] = []
     with line.all_or_nothing():
         for selection, edit in selected:
-            line.attach_taps(selection, _binder(edit, places, detectors), Order.EDIT)
-    if line.root is not None and any(detector.places is not None for detector in detectors):
-        places.set_root(line.root)
-        line.passes.at_root = places.begin_pass
-    line.options.remark = partial(_end_remark, detectors, places)
+            line.attach_taps(selection, _change_binder(edit, limits, site_edits), Order.EDIT)
+    if line.root is not None and any(site_edit.limits is not None for site_edit in site_edits):
+        limits.set_root(line.root)
+        line.passes.at_root = limits.begin_pass
+    line.options.remark = partial(_closing_remark, site_edits, limits)
     return line
 
 
@@ -152,7 +153,9 @@ _CONSEQUENCE = Consequence(
 )
 
 
-def _changes(selector: Selector, change: Any) -> list[tuple[Selector, Callable[[Any], Any]]]:
+def _changes_by_selector(
+    selector: Selector, change: Any
+) -> list[tuple[Selector, Callable[[Any], Any]]]:
     """Return each selector with its change, in order.
 
     Raises:
@@ -182,26 +185,28 @@ def _refuse_parameters(selections: Iterable[Selection]) -> None:
             )
 
 
-def _binder(change: Any, places: Places, detectors: list[_NoOpDetector]) -> Callable[[Site], Bound]:
+def _change_binder(
+    change: Any, limits: EditLimits, site_edits: list[_SiteEdit]
+) -> Callable[[Site], Bound]:
     """Return a function that makes the callback of a change for each site.
 
     Args:
         change: the change.
-        places: the places of the line.
-        detectors: takes the detector of each site.
+        limits: the steps and tokens of the line.
+        site_edits: takes the edit of each site.
     """
     change_at = getattr(change, "at", None)  # a change that differs by site has `at(site)`
     everywhere = bind_own_defaults(change, 1)
 
     def bind(site: Site) -> Bound:
         change_here = bind_own_defaults(change_at(site), 1) if callable(change_at) else everywhere
-        wants_moment = getattr(change_here, "wants_moment", False)
+        wants_pass_and_call = getattr(change_here, "wants_pass_and_call", False)
         where = None
-        if wants_moment or places.is_limited:
-            where = SitePlaces(places, site, wants_moment=wants_moment)
-        detector = _NoOpDetector(site, where)
-        detectors.append(detector)
-        return (EditGradient if site.is_gradient else _value_changer)(change_here, detector)
+        if wants_pass_and_call or limits.is_limited:
+            where = SiteEditLimits(limits, site, wants_pass_and_call=wants_pass_and_call)
+        site_edit = _SiteEdit(site, where)
+        site_edits.append(site_edit)
+        return (EditGradient if site.is_gradient else _value_callback)(change_here, site_edit)
 
     return bind
 
@@ -231,52 +236,53 @@ def _check_change(change: Any) -> None:
 
 
 @final
-class _NoOpDetector:
-    """Call an edit's function at a site, and note whether the function has changed anything.
+class _SiteEdit:
+    """The edit of one site: call its function, and note whether the function has changed anything.
 
     In compiled code this cannot be noted, so there is no warning.
 
     Args:
         site: the site.
-        places: the places that are changed; None for all, by a function of the value alone.
+        limits: the steps and tokens that are changed; None for all, by a function of the value
+            alone.
     """
 
-    __slots__ = ("has_changed", "places", "was_left", "where")
+    __slots__ = ("has_changed", "limits", "was_left", "where")
 
-    def __init__(self, site: Site, places: SitePlaces | None) -> None:
+    def __init__(self, site: Site, limits: SiteEditLimits | None) -> None:
         self.where: str = str(site)
-        self.places: SitePlaces | None = places
+        self.limits: SiteEditLimits | None = limits
         self.has_changed: bool = False
         self.was_left: bool = False
 
     def edit_value(self, change: Callable[..., Any], current: Pass, value: Any) -> Any:
         """Call the function on a value, which it may not write to."""
-        if self.places is not None:
-            return self.places.apply(partial(self._edit_value, change), current, value)
+        if self.limits is not None:
+            return self.limits.apply(partial(self._edit_value, change), current, value)
         return self._edit_value(change, value)
 
     def _edit_value(self, change: Callable[..., Any], value: Any, **extra: Any) -> Any:
         change = partial(change, **extra) if extra else change
         new = call_undoing_writes(change, value, self._in_place_error, self._missing_return_error)
-        return new if is_dynamo_compiling() else self._note_change(new)
+        return new if is_dynamo_compiling() else self._record_whether_changed(new)
 
     def edit_gradient(self, change: Callable[..., Any], current: Pass, call: int, grad: Any) -> Any:
         """Call the function on a gradient, which it may not write to."""
-        if self.places is not None:
-            return self.places.apply(partial(self._edit_gradient, change), current, grad, call)
+        if self.limits is not None:
+            return self.limits.apply(partial(self._edit_gradient, change), current, grad, call)
         return self._edit_gradient(change, grad)
 
     def _edit_gradient(self, change: Callable[..., Any], grad: Any, **extra: Any) -> Any:
         change = partial(change, **extra) if extra else change
-        return self._note_change(call_gradient_function(change, grad, self.where))
+        return self._record_whether_changed(call_gradient_function(change, grad, self.where))
 
-    def edit_in_graph(self, change: Callable[..., Any], grad: Any) -> Any:
+    def edit_gradient_in_graph(self, change: Callable[..., Any], grad: Any) -> Any:
         """Call the function on a gradient in compiled code."""
-        if self.places is not None:
-            self.places.refuse_gradient()
+        if self.limits is not None:
+            self.limits.refuse_compiled_gradient()
         return call_undoing_writes(change, grad, self._in_place_error, self._missing_return_error)
 
-    def _note_change(self, new: Any) -> Any:
+    def _record_whether_changed(self, new: Any) -> Any:
         if new is None:
             self.was_left = True
         else:
@@ -300,18 +306,20 @@ class _NoOpDetector:
         )
 
 
-def _end_remark(detectors: list[_NoOpDetector], places: Places) -> str | None:
+def _closing_remark(site_edits: list[_SiteEdit], limits: EditLimits) -> str | None:
     """Write the notes at the end of the line; None without any."""
-    notes = [note for note in (_no_op_warning(detectors), places.unmet_text()) if note is not None]
+    notes = [note for note in (_no_op_warning(site_edits), limits.unmet_text()) if note is not None]
     return "\n".join(notes) or None
 
 
-def _no_op_warning(detectors: list[_NoOpDetector]) -> str | None:
+def _no_op_warning(site_edits: list[_SiteEdit]) -> str | None:
     """Write the warning about edits that never changed anything; None if there are none."""
-    idle = [detector for detector in detectors if detector.was_left and not detector.has_changed]
+    idle = [
+        site_edit for site_edit in site_edits if site_edit.was_left and not site_edit.has_changed
+    ]
     if not idle:
         return None
-    sites = ", ".join(detector.where or "the root" for detector in idle[:3])
+    sites = ", ".join(site_edit.where or "the root" for site_edit in idle[:3])
     more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
     return (
         f"hl.edit changed nothing at {sites}{more}: the function returned None each time, which"
@@ -324,22 +332,24 @@ def _no_op_warning(detectors: list[_NoOpDetector]) -> str | None:
 class EditGradient(GradientCallback):
     """Change the gradients at one site."""
 
-    __slots__ = ("_change", "_detector", "inside")
+    __slots__ = ("_change", "_site_edit", "inside")
     changes = True
 
-    def __init__(self, change: Callable[[Any], Any], detector: _NoOpDetector) -> None:
+    def __init__(self, change: Callable[[Any], Any], site_edit: _SiteEdit) -> None:
         self.inside: partial[Any] = partial(
-            _change_gradient_in_graph, partial(detector.edit_in_graph, change), detector.where
+            _change_gradient_in_graph,
+            partial(site_edit.edit_gradient_in_graph, change),
+            site_edit.where,
         )
         self._change = change
-        self._detector = detector
+        self._site_edit = site_edit
 
     def on_gradient(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
         """Change the gradient of one tensor."""
-        new = self._detector.edit_gradient(self._change, current, pending.call, grad)
+        new = self._site_edit.edit_gradient(self._change, current, pending.call, grad)
         difference = None if new is None else describe.difference(grad, new)
         if difference:
-            raise _gradient_form_error(self._detector.where, difference)
+            raise _gradient_form_error(self._site_edit.where, difference)
         return new
 
 
@@ -360,11 +370,11 @@ def _gradient_form_error(where: str, difference: str) -> StructureError:
     )
 
 
-def _value_changer(change: Callable[[Any], Any], detector: _NoOpDetector) -> Callback:
-    where = detector.where
+def _value_callback(change: Callable[[Any], Any], site_edit: _SiteEdit) -> Callback:
+    where = site_edit.where
 
     def callback(current: Pass, value: Any) -> Any:
-        new = detector.edit_value(change, current, value)
+        new = site_edit.edit_value(change, current, value)
         if new is None:
             if current.region is not None:
                 current.region.record_no_change(where)

@@ -53,7 +53,7 @@ def scale(factor: float | Tensor) -> Edit:
     """
     operand = Operand(factor, "scale")
     # In this order torch does not round a tensor without dimensions first.
-    return explain_errors("scale", lambda value: (value * operand.like(value)).to(value.dtype))
+    return explain_errors("scale", lambda value: (value * operand.cast_like(value)).to(value.dtype))
 
 
 def add(offset: float | Tensor) -> Edit:
@@ -78,7 +78,7 @@ def add(offset: float | Tensor) -> Edit:
             `offset`, or `offset` does not broadcast to its shape.
     """
     operand = Operand(offset, "add")
-    return explain_errors("add", lambda value: (operand.like(value) + value).to(value.dtype))
+    return explain_errors("add", lambda value: (operand.cast_like(value) + value).to(value.dtype))
 
 
 def replace(new: float | Tensor) -> Edit:
@@ -105,7 +105,7 @@ def replace(new: float | Tensor) -> Edit:
 
     def change(tensor: Tensor) -> Tensor:
         operand.check_shape(tensor)
-        other = torch.as_tensor(operand.like(tensor), dtype=tensor.dtype, device=tensor.device)
+        other = torch.as_tensor(operand.cast_like(tensor), dtype=tensor.dtype, device=tensor.device)
         # A copy, because a later in-place layer cannot write to an expanded tensor.
         return other.expand_as(tensor).clone()
 
@@ -163,7 +163,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
         )
 
     def change(tensor: Tensor) -> Tensor:
-        operand.like(tensor)
+        operand.cast_like(tensor)
         if tensor.is_meta:  # a meta tensor has a shape and no numbers
             return tensor + std
         if is_dynamo_compiling():  # a graph holds no lock
@@ -209,14 +209,14 @@ def clamp(min: float | Tensor | None = None, max: float | Tensor | None = None) 
         if is_dynamo_compiling() or not value.is_quantized:
             for bound in (low, high):
                 if bound is not None:
-                    bound.check_fits(value)
+                    bound.check_dtype_and_broadcast(value)
         return torch.clamp(value, min, max)  # type: ignore[arg-type]  # no tensor is among them
 
     def by_tensors(value: Tensor) -> Tensor:
         def like(bound: Operand | None) -> Tensor | None:
             if bound is None:
                 return None
-            return torch.as_tensor(bound.like(value), dtype=value.dtype, device=value.device)
+            return torch.as_tensor(bound.cast_like(value), dtype=value.dtype, device=value.device)
 
         return torch.clamp(value, like(low), like(high))
 

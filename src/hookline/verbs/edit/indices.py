@@ -92,7 +92,7 @@ class Indices:
         return f"{self.name}={', '.join(map(str, self.numbers or ()))}"
 
 
-def indices(name: str, given: Any, *, allows_negative: bool) -> Indices | None:
+def parse_indices(name: str, given: Any, *, allows_negative: bool) -> Indices | None:
     """Read the argument; None if it was not given.
 
     Raises:
@@ -101,7 +101,7 @@ def indices(name: str, given: Any, *, allows_negative: bool) -> Indices | None:
     """
     if given is None:
         return None
-    read = _span(name, given) if isinstance(given, slice) else _parse_numbers(name, given)
+    read = _parse_slice(name, given) if isinstance(given, slice) else _parse_numbers(name, given)
     if read.counts_from_end and not allows_negative:
         raise AttachError(
             f"{name} must not be negative, because the last step is not known beforehand, got"
@@ -115,7 +115,7 @@ def indices(name: str, given: Any, *, allows_negative: bool) -> Indices | None:
     return read
 
 
-def _span(name: str, given: slice) -> Indices:
+def _parse_slice(name: str, given: slice) -> Indices:
     ends = (given.start, given.stop, given.step)
     span = slice(*[None if end is None else _checked_integer(name, end) for end in ends])
     return Indices(name, None, span)

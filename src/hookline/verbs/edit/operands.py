@@ -22,7 +22,7 @@ def explain_errors(name: str, change: Edit) -> Edit:
 
     def edit(value: Tensor) -> Tensor:
         tensor = require_tensor(value, name)
-        if not _may_lack_functions(tensor):
+        if not _lacks_torch_functions(tensor):
             return change(tensor)
         try:
             return change(tensor)
@@ -41,7 +41,7 @@ def explain_errors(name: str, change: Edit) -> Edit:
     return edit
 
 
-def _may_lack_functions(tensor: Tensor) -> bool:
+def _lacks_torch_functions(tensor: Tensor) -> bool:
     """Tell whether torch lacks some functions for this kind of tensor.
 
     In compiled code a gradient cannot be asked, so the compiler's own error is raised there.
@@ -99,14 +99,14 @@ class Operand:
             ) from None
         self._kind = self._tensor.dtype
 
-    def like(self, value: Tensor) -> float | Tensor:
+    def cast_like(self, value: Tensor) -> float | Tensor:
         """Return the number or tensor on the value's device, and in the value's dtype.
 
         A tensor without dimensions gives the numbers that the same plain number gives, once the
         result is cast to the value's dtype.
 
         Raises:
-            StructureError: the value is quantized, or `check_fits` refuses it.
+            StructureError: the value is quantized, or `check_dtype_and_broadcast` refuses it.
         """
         if not is_dynamo_compiling() and value.is_quantized:
             raise StructureError(
@@ -115,15 +115,15 @@ class Operand:
                 " a function that returns"
                 " torch.quantize_per_tensor(new, t.q_scale(), t.q_zero_point(), t.dtype)."
             )
-        self.check_fits(value)
+        self.check_dtype_and_broadcast(value)
         if self._is_tensor:
             if value.dim() and not self._tensor.dim():
                 # Of one on the processor, torch takes the number, and does not round it first.
-                return self._tensor if self._tensor.is_cpu else self._unrounded(value)
+                return self._tensor if self._tensor.is_cpu else self._unrounded_tensor(value)
             return self._tensor.to(value.device, value.dtype)
         return self._tensor if is_dynamo_compiling() else self._number
 
-    def _unrounded(self, value: Tensor) -> Tensor:
+    def _unrounded_tensor(self, value: Tensor) -> Tensor:
         """Return the tensor on the value's device. With dimensions, torch does not round it."""
         tensor = self._tensor.to(value.device)
         is_plain = value.layout is torch.strided and not value.is_nested
@@ -148,7 +148,7 @@ class Operand:
             f" {describe.shape(value)}, got {describe.shape(tensor)}.\n{advice}"
         )
 
-    def check_fits(self, value: Tensor) -> None:
+    def check_dtype_and_broadcast(self, value: Tensor) -> None:
         """Refuse a value with which the number or tensor would give another dtype or shape.
 
         Raises:
@@ -156,10 +156,10 @@ class Operand:
                 shape does not broadcast to the value's.
         """
         odd = ""
-        if _kind_rank(self._kind) > _kind_rank(value.dtype):
+        if _dtype_rank(self._kind) > _dtype_rank(value.dtype):
             odd = torch_name(self._kind)
-        elif _kind_rank(value.dtype) == 1 and value.dtype is not self._kind:
-            odd = self._integer_outside(value.dtype)
+        elif _dtype_rank(value.dtype) == 1 and value.dtype is not self._kind:
+            odd = self._integer_out_of_range(value.dtype)
         if odd:
             raise StructureError(
                 f"the value here is {describe.in_full(value)}, which cannot hold {odd}."
@@ -174,7 +174,7 @@ class Operand:
                 "\nGive a number, or a tensor of the value's shape or with sizes of 1."
             )
 
-    def _integer_outside(self, dtype: torch.dtype) -> str:
+    def _integer_out_of_range(self, dtype: torch.dtype) -> str:
         """Return an integer that an integer dtype does not hold; empty if it holds all of them."""
         if dtype.is_signed and dtype.itemsize == 8:
             return ""
@@ -198,7 +198,7 @@ def _broadcasts(operand: Tensor, value: Tensor) -> bool:
     )
 
 
-def _kind_rank(dtype: torch.dtype) -> int:
+def _dtype_rank(dtype: torch.dtype) -> int:
     """Rank a dtype's kind: a dtype can be cast to one of the same rank or above."""
     if dtype.is_complex:
         return 3

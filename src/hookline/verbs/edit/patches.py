@@ -15,14 +15,18 @@ from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import StructureError
 from hookline.recordings import Recording
 from hookline.recordings.pass_record import PassRecord
-from hookline.verbs.edit import in_graph
-from hookline.verbs.edit.find_recorded_value import RecordedChange, RecordedSite, missing_site_error
+from hookline.verbs.edit.compiled_edits import refuse_compiled
 from hookline.verbs.edit.operands import Operand
-from hookline.verbs.edit.steps_and_tokens import Moment
+from hookline.verbs.edit.recorded_values import (
+    ChangeFromRecording,
+    RecordedValues,
+    missing_site_error,
+)
+from hookline.verbs.edit.steps_and_tokens import PassAndCall
 
 
 @final
-class PatchAt:
+class SitePatch:
     """The patch of one site.
 
     Args:
@@ -31,64 +35,66 @@ class PatchAt:
     """
 
     __slots__ = ("_alone", "_recorded", "_where")
-    wants_moment = True
+    wants_pass_and_call = True
 
     def __init__(self, run: Recording | PassRecord, site: Site) -> None:
-        self._recorded = RecordedSite(run, site)
+        self._recorded = RecordedValues(run, site)
         self._where = str(site)
         # Compiled code cannot look values up.
         alone = self._recorded.only_value()
         self._alone = alone if isinstance(alone, Tensor) else None
 
-    def __call__(self, value: Any, moment: Moment | None = None) -> Any:
+    def __call__(self, value: Any, pass_and_call: PassAndCall | None = None) -> Any:
         """Return the recorded value in the form of the present value.
 
         Raises:
             StructureError: the recorded value has another form.
         """
-        if moment is None:
+        if pass_and_call is None:
             if not is_dynamo_compiling():
                 raise missing_site_error("patch")
             if self._alone is None:
-                in_graph.refuse("hl.edits.patch", self._where, "it cannot tell its run and call")
-            return in_form_of(value, self._alone, self._where)
-        return in_form_of(value, self._recorded.at(moment), self._where)
+                refuse_compiled("hl.edits.patch", self._where, "it cannot tell its run and call")
+            return recorded_like(value, self._alone, self._where)
+        return recorded_like(value, self._recorded.value_at(pass_and_call), self._where)
 
 
-def in_form_of(value: Any, recorded: Any, where: str) -> Any:
+def recorded_like(value: Any, recorded: Any, where: str) -> Any:
     """Return the recorded value with the device, dtype and strides of the present value.
 
     Raises:
         StructureError: the recorded value has another form.
     """
     if isinstance(value, Tensor) and isinstance(recorded, Tensor):
-        return _tensor_as(value, recorded, where)
-    now, then = dict(_tensors(value)), dict(_tensors(recorded))
+        return _tensor_like(value, recorded, where)
+    now, then = dict(_tensors_by_leaf(value)), dict(_tensors_by_leaf(recorded))
     if not now or now.keys() != then.keys():
-        raise _other_form(value, recorded, where)
+        raise _form_error(value, recorded, where)
     for leaf, tensor in now.items():
-        new = _tensor_as(tensor, then[leaf], where)
+        new = _tensor_like(tensor, then[leaf], where)
         value = leaves.put(value, leaf, new, where)
     return value
 
 
-def _tensors(value: Any, leaf: tree.Leaf = ()) -> Iterator[tuple[tree.Leaf, Tensor]]:
+def _tensors_by_leaf(value: Any, leaf: tree.Leaf = ()) -> Iterator[tuple[tree.Leaf, Tensor]]:
     """Yield the tensors in plain containers: an object such as a cache stays the model's own."""
     if isinstance(value, Tensor):
         yield leaf, value
     elif isinstance(value, tuple | list | Mapping) or is_dataclass(value):
         for key, part in tree.items(value) or ():
-            yield from _tensors(part, (*leaf, key))
+            yield from _tensors_by_leaf(part, (*leaf, key))
 
 
-def _tensor_as(value: Tensor, recorded: Tensor, where: str) -> Tensor:
+def _tensor_like(value: Tensor, recorded: Tensor, where: str) -> Tensor:
     if value.shape != recorded.shape:
-        raise _other_form(value, recorded, where)
-    Operand(recorded, "patch").check_fits(value)  # no number that the dtype cannot hold
+        raise _form_error(value, recorded, where)
+    Operand(recorded, "patch").check_dtype_and_broadcast(
+        value
+    )  # no number that the dtype cannot hold
     return torch.empty_like(value).copy_(recorded)
 
 
-def _other_form(value: Any, recorded: Any, where: str) -> StructureError:
+def _form_error(value: Any, recorded: Any, where: str) -> StructureError:
     if is_dynamo_compiling():  # a graph writes no text
         return StructureError("hl.edits.patch must put a value of the same form.")
     now, then = describe.in_words(value), describe.in_words(recorded)
@@ -99,7 +105,7 @@ def _other_form(value: Any, recorded: Any, where: str) -> StructureError:
     )
 
 
-def patch(run: Recording | PassRecord) -> RecordedChange:
+def patch(run: Recording | PassRecord) -> ChangeFromRecording:
     """Put the recorded value of the same site in place of the value.
 
         >>> import hookline as hl
@@ -131,4 +137,4 @@ def patch(run: Recording | PassRecord) -> RecordedChange:
             the run or the call.
         StructureError: (when the model runs) the recorded value has another shape.
     """
-    return RecordedChange("patch", run, PatchAt)
+    return ChangeFromRecording("patch", run, SitePatch)

@@ -14,9 +14,13 @@ from hookline.engine.pytree import describe, leaves
 from hookline.errors import AttachError, StructureError
 from hookline.recordings import Recording
 from hookline.recordings.pass_record import PassRecord
-from hookline.verbs.edit import in_graph
-from hookline.verbs.edit.find_recorded_value import RecordedChange, RecordedSite, missing_site_error
-from hookline.verbs.edit.steps_and_tokens import Moment
+from hookline.verbs.edit.compiled_edits import refuse_compiled
+from hookline.verbs.edit.recorded_values import (
+    ChangeFromRecording,
+    RecordedValues,
+    missing_site_error,
+)
+from hookline.verbs.edit.steps_and_tokens import PassAndCall
 
 # Below this correlation, the logits of two runs are not those of the same tokens and router.
 _LEAST_CORRELATION = 0.5
@@ -67,7 +71,7 @@ def _candidate_rules(logits: Tensor) -> tuple[Rule, ...]:
 
 
 @final
-class RerouteAt:
+class SiteReroute:
     """The replay of one router.
 
     Args:
@@ -79,7 +83,7 @@ class RerouteAt:
     """
 
     __slots__ = ("_recorded", "_site")
-    wants_moment = True
+    wants_pass_and_call = True
 
     def __init__(self, run: Recording | PassRecord, site: Site) -> None:
         if site.port != "output" or site.leaf:
@@ -87,10 +91,10 @@ class RerouteAt:
                 f"hl.edits.reroute must be given the output of a router, got {site}."
                 f"\nSelect the module: hl.edit(model, {site.path!r}, hl.edits.reroute(run))."
             )
-        self._recorded = RecordedSite(run, site)
+        self._recorded = RecordedValues(run, site)
         self._site = site
 
-    def __call__(self, value: Any, moment: Moment | None = None) -> Any:
+    def __call__(self, value: Any, pass_and_call: PassAndCall | None = None) -> Any:
         """Return the router's output with the recorded experts and their scores.
 
         Raises:
@@ -98,12 +102,14 @@ class RerouteAt:
                 belong to it.
         """
         where = str(self._site)
-        if moment is None and not is_dynamo_compiling():
+        if pass_and_call is None and not is_dynamo_compiling():
             raise missing_site_error("reroute")
-        if moment is None:
-            return in_graph.refuse("hl.edits.reroute", where, "it cannot tell its run and call")
+        if pass_and_call is None:
+            return refuse_compiled("hl.edits.reroute", where, "it cannot tell its run and call")
         now = _parse_router_output(value, f"the output of {where}")
-        then = _parse_router_output(self._recorded.at(moment), f"the recorded output of {where}")
+        then = _parse_router_output(
+            self._recorded.value_at(pass_and_call), f"the recorded output of {where}"
+        )
         if now.logits.shape != then.logits.shape or now.indices.shape != then.indices.shape:
             raise StructureError(
                 f"hl.edits.reroute must find one choice for each token at {where}: expected"
@@ -234,7 +240,7 @@ def _find_score_rule(output: _RouterOutput, indices: Tensor, where: str) -> Rule
     return best
 
 
-def reroute(run: Recording | PassRecord) -> RecordedChange:
+def reroute(run: Recording | PassRecord) -> ChangeFromRecording:
     """Send each token to the experts that the router chose in a recorded run.
 
         >>> class Router(nn.Linear):
@@ -270,4 +276,4 @@ def reroute(run: Recording | PassRecord) -> RecordedChange:
             makes its scores; or the recorded experts are not those of the recorded logits, or are
             of other tokens or another router.
     """
-    return RecordedChange("reroute", run, RerouteAt)
+    return ChangeFromRecording("reroute", run, SiteReroute)

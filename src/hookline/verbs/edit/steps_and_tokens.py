@@ -18,9 +18,15 @@ from hookline.display.text import plural
 from hookline.engine import PARTS, Arguments, Pass, Site, path_text
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AttachError, StructureError
-from hookline.verbs.edit import in_graph
+from hookline.verbs.edit.compiled_edits import change_token_columns, refuse_compiled
 from hookline.verbs.edit.indices import Indices
-from hookline.verbs.edit.tokens import PassTokens, Tokens, add_dims, plain_tokens, read_tokens
+from hookline.verbs.edit.tokens import (
+    PassTokens,
+    Tokens,
+    add_trailing_dims,
+    read_tokens,
+    tokens_by_column,
+)
 from hookline.verbs.shared.enclosing_generate import Chunk, is_assisted, prefill_chunk
 from hookline.verbs.shared.root_call import root_call
 from hookline.verbs.shared.token_inputs import find_cache, n_cached_tokens
@@ -32,8 +38,8 @@ _OF_ALL_KEYS = ("@k", "@v")
 _OF_ATTENTION = tuple(f"@{part}" for part in PARTS)  # with heads in dimension 1, or without
 
 
-class Moment(NamedTuple):
-    """The moment of an edit, counted as a recording counts: failed passes are left out."""
+class PassAndCall(NamedTuple):
+    """Which call of a module, in which pass, as a recording counts: failed passes are left out."""
 
     # The number of earlier passes; for an input or output, of those in which the site fired.
     number: int
@@ -42,7 +48,7 @@ class Moment(NamedTuple):
 
 @final
 @dataclass(slots=True, eq=False)
-class PassPlace:
+class EditedPass:
     """One pass of an edited model."""
 
     # The number of earlier passes that a run of the root began, without failed ones; None if no run
@@ -53,27 +59,27 @@ class PassPlace:
     tokens: PassTokens | None = None
     # Whether the pass ended by an exception; known when the next pass begins.
     has_failed: bool = False
-    # The numbers of the moments in this pass, by site.
+    # The number of this pass for each site, as in `PassAndCall`.
     numbers: dict[Any, int] = field(default_factory=dict)
 
 
 class _Thread(threading.local):
     """The latest pass of a thread that a run of the root began."""
 
-    latest: tuple[Pass, PassPlace] | None = None
+    latest: tuple[Pass, EditedPass] | None = None
 
 
 @final
-class Places:
-    """The places of one line's edits.
+class EditLimits:
+    """The steps and tokens to which a line limits its edits.
 
     Args:
         at: the chosen tokens; None for all.
         steps: the chosen steps; None for all.
 
     Attributes:
-        in_graph: why compiled code cannot apply `at` in this pass; empty if it can. Compiled code
-            reads it, and so compiles again when it changes.
+        why_not_compiled: why compiled code cannot apply `at` in this pass; empty if it can.
+            Compiled code reads it, and so compiles again when it changes.
         n_tokens: the number of tokens that compiled code must find; None if it is not known. Each
             other number compiles again.
     """
@@ -81,7 +87,7 @@ class Places:
     def __init__(self, at: Indices | None, steps: Indices | None) -> None:
         self.at = at
         self.steps = steps
-        self.in_graph: str = _OUTSIDE
+        self.why_not_compiled: str = _OUTSIDE
         self.n_tokens: int | None = None
         # What tells no token where a run takes several new ones.
         is_from_end = at is not None and at.counts_from_end
@@ -92,8 +98,8 @@ class Places:
         self._root: Callable[[], nn.Module | None] = lambda: None
         self._arguments = Arguments()
         self._thread = _Thread()
-        self._of_pass: weakref.WeakKeyDictionary[Pass, PassPlace] = weakref.WeakKeyDictionary()
-        self._of_region: weakref.WeakKeyDictionary[Any, PassPlace] = weakref.WeakKeyDictionary()
+        self._of_pass: weakref.WeakKeyDictionary[Pass, EditedPass] = weakref.WeakKeyDictionary()
+        self._of_region: weakref.WeakKeyDictionary[Any, EditedPass] = weakref.WeakKeyDictionary()
 
     @property
     def is_limited(self) -> bool:
@@ -126,12 +132,12 @@ class Places:
                 " steps=slice(1, None)."
             )
         is_known = call is not None and self.at is not None and is_chosen
-        place = PassPlace(number, step, read_tokens(inputs) if is_known else None)
-        self._of_pass[current] = place
-        self._thread.latest = current, place
+        edited = EditedPass(number, step, read_tokens(inputs) if is_known else None)
+        self._of_pass[current] = edited
+        self._thread.latest = current, edited
         if self.at is not None:
-            self._choose_tokens(self.at, place)
-            current.at_end.append(self._forget_run)
+            self._choose_tokens(self.at, edited)
+            current.at_end.append(self._reset_compiled_tokens)
 
     def _prompt_chunk(self, frame: FrameType) -> Chunk:
         """Return which chunk of the prompt a run has.
@@ -152,47 +158,47 @@ class Places:
         """Return the number and the step of a pass that begins; chunks of a prompt are one step."""
         if self._thread.latest is None:
             return 0, 0
-        before, place = self._thread.latest
-        place.has_failed = bool(before.failed)
-        number, step = place.number or 0, place.step or 0
-        if not place.has_failed:
+        before, edited = self._thread.latest
+        edited.has_failed = bool(before.failed)
+        number, step = edited.number or 0, edited.step or 0
+        if not edited.has_failed:
             number, step = number + 1, step + chunk.is_first
         return number, 0 if is_prompt else step
 
-    def _forget_run(self) -> None:
-        """Note that no run of the root is known from now on."""
-        self.in_graph = _OUTSIDE
+    def _reset_compiled_tokens(self) -> None:
+        """Say that compiled code knows no tokens: the pass of the root has ended."""
+        self.why_not_compiled = _OUTSIDE
 
-    def _choose_tokens(self, at: Indices, place: PassPlace) -> None:
+    def _choose_tokens(self, at: Indices, edited: EditedPass) -> None:
         """Choose the tokens of a pass, and note whether compiled code can."""
-        self.in_graph, self.n_tokens = "", None
-        if place.tokens is None:
-            self.in_graph = "the inputs of the model are not known"
+        self.why_not_compiled, self.n_tokens = "", None
+        if edited.tokens is None:
+            self.why_not_compiled = "the inputs of the model are not known"
             return
-        for tokens in filter(None, place.tokens):
+        for tokens in filter(None, edited.tokens):
             self._is_noted = True
             tokens.chosen_mask(at)
             self.n_tokens = tokens.positions.shape[1]
-            if not tokens.is_plain or place.tokens.decoder is not None:
-                self.in_graph = "the model has padding, a cache or two stacks"
+            if not tokens.is_numbered_by_column or edited.tokens.decoder is not None:
+                self.why_not_compiled = "the model has padding, a cache or two stacks"
 
-    def place_of(self, current: Pass) -> PassPlace:
-        """Return the place of a pass; of a recomputation, that of the first run."""
+    def edited_pass(self, current: Pass) -> EditedPass:
+        """Return what is known of a pass; of a recomputation, that of the first run."""
         again = current.recomputation
-        place = self._of_pass.get(current) if again is None else self._of_region.get(again.region)
-        if place is None:
-            place = self._of_pass[current] = PassPlace()
+        edited = self._of_pass.get(current) if again is None else self._of_region.get(again.region)
+        if edited is None:
+            edited = self._of_pass[current] = EditedPass()
             latest = self._thread.latest
             if latest is not None:
                 latest[1].has_failed = bool(latest[0].failed)
         if current.region is not None and current.region is not again:
-            self._of_region[current.region] = place
-        return place
+            self._of_region[current.region] = edited
+        return edited
 
-    def mask_by_index(self, at: Indices, value: Tensor) -> Tensor:
+    def mask_of_columns(self, at: Indices, value: Tensor) -> Tensor:
         """Choose from the columns of a value, where the inputs do not tell the tokens."""
         self._is_noted = True
-        return plain_tokens(1, value.shape[1]).chosen_mask(at)
+        return tokens_by_column(1, value.shape[1]).chosen_mask(at)
 
     def unmet_text(self) -> str | None:
         """Say which of the chosen numbers have not occurred; None if all have."""
@@ -209,24 +215,24 @@ class Places:
 
 
 @final
-class SitePlaces:
-    """The places of one site's edit.
+class SiteEditLimits:
+    """The steps and tokens to which the edit of one site is limited.
 
     Args:
-        places: the places of the line.
+        limits: the limits of the line.
         site: the site.
-        wants_moment: whether the change is called with the moment, too.
+        wants_pass_and_call: whether the change is called with its pass and call, too.
     """
 
-    __slots__ = ("_last", "_number", "_places", "_site", "_where", "wants_moment")
+    __slots__ = ("_last", "_limits", "_number", "_site", "_where", "wants_pass_and_call")
     traced = None  # as a key of `Pass.calls`, it is no tap that compiled code calls
 
-    def __init__(self, places: Places, site: Site, *, wants_moment: bool) -> None:
-        self._places = places
+    def __init__(self, limits: EditLimits, site: Site, *, wants_pass_and_call: bool) -> None:
+        self._limits = limits
         self._site = site
         self._where = str(site)
-        self.wants_moment: bool = wants_moment
-        self._last: PassPlace | None = None
+        self.wants_pass_and_call: bool = wants_pass_and_call
+        self._last: EditedPass | None = None
         self._number = 0
 
     def apply(
@@ -235,7 +241,7 @@ class SitePlaces:
         """Call the change with a value, and put the result at the chosen tokens.
 
         Args:
-            change: called with the value, and with the moment if it wants it.
+            change: called with the value, and with its pass and call if it wants them.
             current: the pass.
             value: the value.
             call: the number of the module's call, if it is known.
@@ -245,16 +251,22 @@ class SitePlaces:
         """
         if is_dynamo_compiling():
             return self._apply_in_graph(change, value)
-        places = self._places
-        place = places.place_of(current)
-        extra = {"moment": self._count_moment(current, place, call)} if self.wants_moment else {}
-        if places.steps is not None and not places.steps.match_step(self._known_step(place)):
+        limits = self._limits
+        edited = limits.edited_pass(current)
+        extra = (
+            {"pass_and_call": self._next_pass_and_call(current, edited, call)}
+            if self.wants_pass_and_call
+            else {}
+        )
+        if limits.steps is not None and not limits.steps.match_step(self._require_step(edited)):
             return None
-        if places.at is None:
+        if limits.at is None:
             return change(value, **extra)
         if any(isinstance(part, PackedSequence) for part in (value, *_tuple_parts(value))):
             raise self._no_tokens_error("a PackedSequence, in which rows alternate")
-        masks = {leaf: self._mask(places.at, place, part) for leaf, part in tree.tensors(value)}
+        masks = {
+            leaf: self._token_mask(limits.at, edited, part) for leaf, part in tree.tensors(value)
+        }
         if not masks:
             raise self._no_tokens_error(describe.in_words(value))
         if not any(mask.any() for mask in masks.values()):
@@ -264,47 +276,49 @@ class SitePlaces:
             return new  # which is refused
         return _merge_masked(value, new, masks, self._where)
 
-    def _known_step(self, place: PassPlace) -> int:
-        if place.step is None:
+    def _require_step(self, edited: EditedPass) -> int:
+        if edited.step is None:
             raise self._outside_run_error("steps")
-        return place.step
+        return edited.step
 
-    def _count_moment(self, current: Pass, place: PassPlace, call: int | None) -> Moment:
-        """Count this call of the site, and return its moment.
+    def _next_pass_and_call(
+        self, current: Pass, edited: EditedPass, call: int | None
+    ) -> PassAndCall:
+        """Count this call of the site, and return its number with that of the pass.
 
         Gradients arrive in another order than their passes begin, so their passes count.
         """
         if call is not None:
-            if place.number is None:
+            if edited.number is None:
                 raise self._outside_run_error("a recording")
-            return Moment(place.number, call)
-        if self not in place.numbers:
+            return PassAndCall(edited.number, call)
+        if self not in edited.numbers:
             if self._last is not None and not self._last.has_failed:
                 self._number += 1
-            self._last = place
-            place.numbers[self] = self._number
+            self._last = edited
+            edited.numbers[self] = self._number
         call = self._site.call
         if call is None:
             call = current.calls.get(self, 0)
             current.calls[self] = call + 1
-        return Moment(place.numbers[self], call)
+        return PassAndCall(edited.numbers[self], call)
 
     # -- tokens ---------------------------------------------------------------------------------
 
-    def _mask(self, at: Indices, place: PassPlace, value: Tensor) -> Tensor:
+    def _token_mask(self, at: Indices, edited: EditedPass, value: Tensor) -> Tensor:
         """Return a mask of the chosen tokens that broadcasts to a value."""
-        if place.tokens is None:
+        if edited.tokens is None:
             raise self._outside_run_error("at")
-        tokens = self._tokens_of_stack(place.tokens, value)
+        tokens = self._tokens_of_own_stack(edited.tokens, value)
         if tokens is None:
             if value.dim() > 3 and self._site.path.endswith(_OF_ATTENTION):
                 raise self._no_tokens_error(f"{describe.in_words(value)}, with heads")
             if value.is_nested or value.dim() < 3:
                 raise self._no_tokens_error(describe.in_words(value))
-            return add_dims(self._places.mask_by_index(at, value), value)
+            return add_trailing_dims(self._limits.mask_of_columns(at, value), value)
         # An expert gets the tokens that chose it, in the order of their choices.
         in_order = "experts" not in self._site.path.split(".")[:-1]
-        mask = tokens.mask_for(value, at, in_order=in_order)
+        mask = tokens.broadcast_mask(value, at, in_order=in_order)
         if self._site.path.endswith(_OF_ALL_KEYS):  # which may be as many heads as tokens
             is_clear = value.dim() < 4 and value.shape[-2] == tokens.positions.shape[1]
             mask = mask if is_clear else None
@@ -312,7 +326,7 @@ class SitePlaces:
             raise self._no_tokens_error(describe.in_words(value), tokens)
         return mask
 
-    def _tokens_of_stack(self, tokens: PassTokens, value: Tensor) -> Tokens | None:
+    def _tokens_of_own_stack(self, tokens: PassTokens, value: Tensor) -> Tokens | None:
         """Return the tokens of the stack that the site is in."""
         if tokens.decoder is None:
             return tokens.main
@@ -331,18 +345,18 @@ class SitePlaces:
         return fits[0]
 
     def _apply_in_graph(self, change: Callable[..., Any], value: Any) -> Any:
-        places, where = self._places, self._where
-        if places.steps is not None:
-            in_graph.refuse("steps=", where, "it cannot tell the run of the model")
-        if places.at is None:
+        limits, where = self._limits, self._where
+        if limits.steps is not None:
+            refuse_compiled("steps=", where, "it cannot tell the run of the model")
+        if limits.at is None:
             return change(value)
-        if places.in_graph:
-            in_graph.refuse("at=", where, places.in_graph)
-        return in_graph.change_columns(places.at, change, value, where, places.n_tokens)
+        if limits.why_not_compiled:
+            refuse_compiled("at=", where, limits.why_not_compiled)
+        return change_token_columns(limits.at, change, value, where, limits.n_tokens)
 
-    def refuse_gradient(self) -> None:
+    def refuse_compiled_gradient(self) -> None:
         """Refuse a change of a gradient in compiled code."""
-        in_graph.refuse("at=, steps= or a recording", self._where, "its backward has no pass")
+        refuse_compiled("at=, steps= or a recording", self._where, "its backward has no pass")
 
     def _outside_run_error(self, name: str) -> AttachError:
         return AttachError(

@@ -40,7 +40,7 @@ class Tokens:
             mask = self.masks[id(at)] = at.match_tokens(self.positions, self.lengths)
         return mask
 
-    def mask_for(self, value: Tensor, at: Indices, *, in_order: bool = True) -> Tensor | None:
+    def broadcast_mask(self, value: Tensor, at: Indices, *, in_order: bool = True) -> Tensor | None:
         """Return a mask of the chosen tokens that broadcasts to a value.
 
         Args:
@@ -63,12 +63,12 @@ class Tokens:
         if value.dim() < 2 or shape[1] != n_tokens or is_unclear:
             return None
         if shape[0] == n_rows:
-            return add_dims(mask, value)
+            return add_trailing_dims(mask, value)
         is_shared = shape[0] == 1 and bool((mask == mask[:1]).all())
-        return add_dims(mask[:1], value) if is_shared else None
+        return add_trailing_dims(mask[:1], value) if is_shared else None
 
     @property
-    def is_plain(self) -> bool:
+    def is_numbered_by_column(self) -> bool:
         """Tell whether each column is the token of that number, in every row."""
         columns = torch.arange(self.positions.shape[1], device=self.positions.device)
         return bool((self.positions == columns).all())
@@ -86,12 +86,12 @@ def _flat_mask(mask: Tensor, value: Tensor, *, in_order: bool) -> Tensor | None:
     return mask.reshape(-1, *[1] * (value.dim() - 1)) if is_clear else None
 
 
-def add_dims(mask: Tensor, value: Tensor) -> Tensor:
+def add_trailing_dims(mask: Tensor, value: Tensor) -> Tensor:
     """Give a mask of rows and tokens dimensions of size 1, so that it broadcasts to a value."""
     return mask.reshape(*mask.shape, *[1] * (value.dim() - 2))
 
 
-def plain_tokens(n_rows: int, n_tokens: int) -> Tokens:
+def tokens_by_column(n_rows: int, n_tokens: int) -> Tokens:
     """Return the tokens of a value whose columns are numbered from 0 and have no padding."""
     positions = torch.arange(n_tokens, device="cpu").expand(n_rows, n_tokens)
     return Tokens(positions, torch.full_like(positions, n_tokens))
@@ -113,15 +113,17 @@ def read_tokens(inputs: Mapping[str, Any]) -> PassTokens:
     named: dict[str, Any] = {}
     for name, value in inputs.items():
         named |= value if isinstance(value, Mapping) else {name: value}  # a batch is one argument
-    sizes = _sizes(named, "decoder_input_ids", "decoder_inputs_embeds", "labels")
+    sizes = _first_rows_and_tokens(named, "decoder_input_ids", "decoder_inputs_embeds", "labels")
     is_pair = "decoder_input_ids" in named or "decoder_inputs_embeds" in named
     if not is_pair:
-        return PassTokens(_read_stack_tokens(named, _rows_and_columns(named), has_cache=True), None)
-    main = _read_stack_tokens(named, _rows_and_columns(named), has_cache=False)
+        return PassTokens(
+            _read_stack_tokens(named, _input_rows_and_tokens(named), has_cache=True), None
+        )
+    main = _read_stack_tokens(named, _input_rows_and_tokens(named), has_cache=False)
     return PassTokens(main, _read_stack_tokens(named, sizes, "decoder_", has_cache=True))
 
 
-def _sizes(named: Mapping[str, Any], *names: str) -> tuple[int, int] | None:
+def _first_rows_and_tokens(named: Mapping[str, Any], *names: str) -> tuple[int, int] | None:
     """Return (rows, tokens) of the first argument that is given."""
     for name in names:
         value = named.get(name)
@@ -130,8 +132,8 @@ def _sizes(named: Mapping[str, Any], *names: str) -> tuple[int, int] | None:
     return None
 
 
-def _rows_and_columns(named: Mapping[str, Any]) -> tuple[int, int] | None:
-    sizes = _sizes(named, "input_ids", "inputs_embeds")
+def _input_rows_and_tokens(named: Mapping[str, Any]) -> tuple[int, int] | None:
+    sizes = _first_rows_and_tokens(named, "input_ids", "inputs_embeds")
     if sizes is not None:
         return sizes
     for name, value in named.items():
@@ -139,7 +141,7 @@ def _rows_and_columns(named: Mapping[str, Any]) -> tuple[int, int] | None:
             continue
         if not any(word in name for word in ("mask", "position", "label", "type", "decoder")):
             return int(value.shape[0]), int(value.shape[1])
-    return _sizes(named, *MASKS)
+    return _first_rows_and_tokens(named, *MASKS)
 
 
 def _read_stack_tokens(

@@ -13,8 +13,8 @@ from hookline.display.text import plural
 from hookline.engine import Site, call_undoing_writes
 from hookline.engine.pytree import describe, tree
 from hookline.errors import NotRecordedError, StructureError
-from hookline.verbs.edit.patches import in_form_of
-from hookline.verbs.edit.steps_and_tokens import Moment
+from hookline.verbs.edit.patches import recorded_like
+from hookline.verbs.edit.steps_and_tokens import PassAndCall
 
 Values = Mapping[str, Sequence[Any]]  # for each site the value of each call
 
@@ -68,10 +68,15 @@ class SiteChange:
         """
         call = self.n_calls if self.site.call is None else self.site.call
         # As in an edit that lasts for one forward: each is the first of its line.
-        moment = (Moment(0, call),) if getattr(self.change, "wants_moment", False) else ()
+        pass_and_call = (
+            (PassAndCall(0, call),) if getattr(self.change, "wants_pass_and_call", False) else ()
+        )
         function = self._function
         new = call_undoing_writes(
-            lambda value: function(value, *moment), value, self._write_error, self._write_error
+            lambda value: function(value, *pass_and_call),
+            value,
+            self._write_error,
+            self._write_error,
         )
         if new is None:
             return value
@@ -114,7 +119,7 @@ class PutBack:
         site: the site.
     """
 
-    wants_moment = True
+    wants_pass_and_call = True
 
     def __init__(self, values: Values, site: Site) -> None:
         self._values, self._site, self._where = values, site, str(site)
@@ -123,7 +128,7 @@ class PutBack:
         # By it the folder of a sweep knows this change; the clean inputs stand for the values.
         return f"PutBack at {self._where}"
 
-    def __call__(self, value: Any, moment: Moment) -> Any:
+    def __call__(self, value: Any, pass_and_call: PassAndCall) -> Any:
         """Return the value of the other run in the form of the present value.
 
         Raises:
@@ -131,11 +136,11 @@ class PutBack:
             StructureError: the value of the other run has another form.
         """
         calls = self._values[self._where]
-        number = 0 if self._site.call is not None else moment.call
+        number = 0 if self._site.call is not None else pass_and_call.call
         if number >= len(calls):
             raise NotRecordedError(
                 f"{self._where} must be called as often in both runs, got"
                 f" {plural(len(calls), 'call')} in the clean run, and more in the other."
                 f"\nName one call, as in {self._where + '#0'!r}."
             )
-        return in_form_of(value, calls[number], self._where)
+        return recorded_like(value, calls[number], self._where)

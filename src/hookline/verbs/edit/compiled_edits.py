@@ -1,4 +1,4 @@
-"""The half of an edit's places that runs in compiled code, where no pass is known."""
+"""Edits in compiled code, where no pass is known: change chosen tokens, or refuse the edit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hookline.verbs.edit.indices import Indices
 
 
 @while_tracing
-def refuse(what: str, where: str, why: str) -> NoReturn:
+def refuse_compiled(what: str, where: str, why: str) -> NoReturn:
     """Refuse an edit while code is compiled that would call it.
 
     Raises:
@@ -25,7 +25,7 @@ def refuse(what: str, where: str, why: str) -> NoReturn:
     )
 
 
-def change_columns(
+def change_token_columns(
     at: Indices, change: Callable[[Any], Any], value: Any, where: str, n_tokens: int | None
 ) -> Any:
     """Change a value, and put the result at positions that are columns of the value.
@@ -38,13 +38,13 @@ def change_columns(
         n_tokens: the number of tokens in the pass; None if it is not known.
     """
     if not isinstance(value, Tensor) or value.dim() != 3:
-        refuse("at=", where, "the value is not (rows, tokens, features)")
+        refuse_compiled("at=", where, "the value is not (rows, tokens, features)")
     n_columns = value.shape[1]
     if n_tokens is not None and n_tokens != n_columns:
-        refuse("at=", where, "dimension 1 of the value is not that of the tokens")
-    chosen = [at.span] if at.numbers is None else _existing_columns(at.numbers, n_columns)
+        refuse_compiled("at=", where, "dimension 1 of the value is not that of the tokens")
+    chosen = [at.span] if at.numbers is None else _columns_in_range(at.numbers, n_columns)
     if not chosen and n_tokens is None:
-        refuse("at=", where, "the value has no such position")
+        refuse_compiled("at=", where, "the value has no such position")
     new = change(value) if chosen else None
     if new is None or new.shape != value.shape or new.dtype != value.dtype:
         return new  # which is refused
@@ -54,5 +54,5 @@ def change_columns(
     return result
 
 
-def _existing_columns(numbers: tuple[int, ...], n_columns: int) -> list[Any]:
+def _columns_in_range(numbers: tuple[int, ...], n_columns: int) -> list[Any]:
     return [number for number in numbers if -n_columns <= number < n_columns]

@@ -1,4 +1,4 @@
-"""Look a recorded value up by the site, the pass and the call of an edit."""
+"""Recorded values, looked up by the site, the pass and the call of an edit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hookline.engine.pytree import describe
 from hookline.errors import AttachError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.recordings.pass_record import PassRecord
-from hookline.verbs.edit.steps_and_tokens import Moment
+from hookline.verbs.edit.steps_and_tokens import PassAndCall
 
 
 @final
-class RecordedSite:
+class RecordedValues:
     """The recorded values of one site, in the passes that did not fail.
 
     Args:
@@ -44,21 +44,22 @@ class RecordedSite:
                 "\nRecord a run that returns."
             )
 
-    def at(self, moment: Moment) -> Any:
+    def value_at(self, pass_and_call: PassAndCall) -> Any:
         """Return the value of a call in a pass; a recording of one pass serves every pass.
 
         Raises:
             NotRecordedError: the recording has no such pass or call.
             OverwrittenError: the value was changed in place after it was recorded.
         """
-        number = moment.number if len(self._records) > 1 else 0
+        number = pass_and_call.number if len(self._records) > 1 else 0
         try:
-            return self._records[number][replace(self._site, call=moment.call)]
+            return self._records[number][replace(self._site, call=pass_and_call.call)]
         except (IndexError, NotRecordedError):
             raise NotRecordedError(
-                f"{self._site} must be recorded in run {moment.number} and call {moment.call}, got"
-                f" {len(self._records)} recorded runs without it.\nRecord as many runs and calls,"
-                " or choose steps of generate: hl.edit(..., steps=0)."
+                f"{self._site} must be recorded in run {pass_and_call.number} and call"
+                f" {pass_and_call.call}, got {len(self._records)} recorded runs without it."
+                "\nRecord as many runs and calls, or choose steps of generate:"
+                " hl.edit(..., steps=0)."
             ) from None
 
     def only_value(self) -> Any:
@@ -70,7 +71,7 @@ class RecordedSite:
 
 
 @final
-class RecordedChange:
+class ChangeFromRecording:
     """A change that differs by site: by what a recording has there.
 
     Args:
