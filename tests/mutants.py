@@ -91,7 +91,7 @@ TESTS_OF = {
     "verbs/clip/parameter_gradients": _DISTRIBUTED,
     "verbs/doctor/observe": ("verbs/doctor/test_doctor.py", "verbs/doctor/test_notes.py"),
     "verbs/extract/collective_steps": (_EXTRACT,),
-    "verbs/extract/on_sharded_ranks": (_EXTRACT,),
+    "verbs/extract/sharded_ranks_engine": (_EXTRACT,),
     "verbs/record/keep": ("test_distributed_values.py",),
     "verbs/record/keep_gradients": _DISTRIBUTED,
 }

@@ -35,7 +35,7 @@ MARK_OF_FIXTURE = {"fresh_dynamo": "compiles", "ranks": "processes", "browser": 
 SLOW = {"compiles", "processes", "slow"}
 # What takes a worker longest, and the rest of the workers would wait for.
 LONGEST = {
-    "test_on_ray.py", "test_typing.py", "test_readme.py", "test_docs_site.py",
+    "test_ray_engine.py", "test_typing.py", "test_readme.py", "test_docs_site.py",
     "test_same_numbers.py", "test_compiled_gradients.py",
 }  # fmt: skip
 _processes: list[str] = []

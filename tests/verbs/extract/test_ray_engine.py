@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.extract import on_ray
+from hookline.verbs.extract import ray_engine
 from hookline.verbs.extract.resumable_extraction import Extraction
 from thoroughness import tries
 from zoo import DiesInActors, conv_net
@@ -81,7 +81,7 @@ def actors():
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if b"ray::_Replica" in (path / "cmdline").read_bytes() and is_below(int(path.name)):
+            if b"ray::_RayActor" in (path / "cmdline").read_bytes() and is_below(int(path.name)):
                 found.append(int(path.name))
         except (FileNotFoundError, ProcessLookupError):
             pass
@@ -171,14 +171,14 @@ def test_an_error_in_an_actor_is_raised_as_it_is(cluster, tmp_path):
 
 
 def test_a_batch_that_kills_each_actor_is_not_tried_for_ever(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(on_ray, "_RETRIES", tries(1, gate=0))
+    monkeypatch.setattr(ray_engine, "_RETRIES", tries(1, gate=0))
     with pytest.raises(hl.RanksError, match=r"must keep its actors, got Actor\w+Error"):
         hl.extract(DiesInActors(), ROWS[:2], "", tmp_path / "s", engine="ray")
 
 
 def test_a_store_that_lacks_its_manifest_alone_needs_no_actor(cluster, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(Extraction, "_write_final_manifest", lambda self, pulse: 1 / 0)
+        patched.setattr(Extraction, "_write_final_manifest", lambda self, heartbeat: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hl.extract(conv_net(), ROWS, SITES, tmp_path / "s", **TINY)
     store = hl.extract(conv_net(), ROWS, SITES, tmp_path / "s", engine="ray", **TINY)
@@ -201,8 +201,8 @@ def others_hold(n_cpus):
 
 
 def test_a_cluster_without_room_is_told_and_not_waited_for(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(on_ray, "_LOOK_S", 0.1)
-    monkeypatch.setattr(on_ray, "PATIENCE_S", 0.15)
+    monkeypatch.setattr(ray_engine, "_LOOK_S", 0.1)
+    monkeypatch.setattr(ray_engine, "PATIENCE_S", 0.15)
     message = r"has waited 0.\d s for an actor, which takes 1 CPU: 0 of 2 CPUs are free"
     with (
         others_hold(2),
@@ -291,9 +291,9 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch, tmp_path, address)
 
 def test_another_environment_of_an_actor_is_warned_of():
     here = {"threads": 1, "torch": "2.13"}
-    on_ray._warn_of_differences(here, dict(here))
+    ray_engine._warn_of_differences(here, dict(here))
     with pytest.warns(hl.HooklineWarning, match="an actor differs.*threads is 2, here 1"):
-        on_ray._warn_of_differences(here, {**here, "threads": 2})
+        ray_engine._warn_of_differences(here, {**here, "threads": 2})
 
 
 def test_an_edit_that_actors_lack_is_an_error(cluster, tmp_path):

@@ -75,7 +75,7 @@ class Ranks:
             )
         return [result for result, _ in answers]
 
-    def on_each(self, step: Callable[[], T]) -> T:
+    def run_on_each(self, step: Callable[[], T]) -> T:
         """Do a step on each rank; return the result of this one. A collective.
 
         Raises:
@@ -85,7 +85,7 @@ class Ranks:
         self.gather(lambda: results.append(step()))
         return results[0]
 
-    def on_first(self, step: Callable[[], Any]) -> Any:
+    def run_on_first(self, step: Callable[[], Any]) -> Any:
         """Do a step on rank 0 alone, and return its result on each rank. A collective.
 
         Raises:
@@ -93,33 +93,35 @@ class Ranks:
         """
         return self.gather(step if self.me == 0 else lambda: None)[0]
 
-    def run_at_own_pace(self, step: Callable[[Pulse], None]) -> None:
+    def run_at_own_pace(self, step: Callable[[Heartbeat], None]) -> None:
         """Do a long step on each rank, at its own pace. A collective.
 
         Args:
-            step: the step. It beats the pulse from time to time, and ends when that has stopped.
+            step: the step. It sends heartbeats from time to time, and ends when that has stopped.
 
         Raises:
             RanksError: the step failed on another rank, or a rank was lost.
         """
         if self.n == 1:
-            step(Pulse(None, ""))
+            step(Heartbeat(None, ""))
             return
         store = default_store()
-        pulse = Pulse(store, f"hookline/extract/{store.add(f'hookline/extract/{self.me}', 1)}")
+        heartbeat = Heartbeat(
+            store, f"hookline/extract/{store.add(f'hookline/extract/{self.me}', 1)}"
+        )
         error = None
         try:
-            step(pulse)
+            step(heartbeat)
         except Exception as caught:
             error = caught
-        pulse.wait_for_ranks(self.n, failed=error is not None)
+        heartbeat.wait_for_ranks(self.n, failed=error is not None)
         self.gather(lambda: raise_if(error))
         if self.me == 0:
-            pulse.delete_keys()
+            heartbeat.delete_keys()
 
 
 @final
-class Pulse:
+class Heartbeat:
     """Tells the ranks that this one gets on, and whether another has failed.
 
     Args:
@@ -136,7 +138,7 @@ class Pulse:
         if self._store is not None:
             self._store.add(self._beats, 1)
 
-    def until_failure(self, numbers: Iterable[int]) -> Iterator[int]:
+    def yield_until_failure(self, numbers: Iterable[int]) -> Iterator[int]:
         """Yield numbers until another rank has failed."""
         for number in numbers:
             if self._store is not None and self._store.check([self._failed]):

@@ -11,7 +11,7 @@ from hookline.files.folder_or_url import Place
 from hookline.files.unreadable_or_damaged import DamagedError
 from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Shard, ShardWriter, name_of, read_shard
-from hookline.verbs.extract.collective_steps import Pulse, Ranks
+from hookline.verbs.extract.collective_steps import Heartbeat, Ranks
 from hookline.verbs.extract.worker import Worker, run_shards
 
 # Makes shards of a planned job, by their numbers, which are endless for data without a length. It
@@ -20,18 +20,18 @@ from hookline.verbs.extract.worker import Worker, run_shards
 Engine = Callable[[Job, Iterable[int], Callable[[Shard], None]], None]
 
 
-def in_process(place: Place, worker: Worker, ranks: Ranks) -> Engine:
+def in_process_engine(place: Place, worker: Worker, ranks: Ranks) -> Engine:
     """Return the engine that makes shards in this process; each of several ranks every n-th one."""
 
     def run(job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
         share = itertools.islice(shards, ranks.me, None, ranks.n)
 
-        def work(pulse: Pulse) -> None:
+        def work(heartbeat: Heartbeat) -> None:
             def note(shard: Shard) -> None:
                 on_written(shard)
-                pulse.beat()
+                heartbeat.beat()
 
-            write_shards(place, worker, job, pulse.until_failure(share), note)
+            write_shards(place, worker, job, heartbeat.yield_until_failure(share), note)
 
         ranks.run_at_own_pace(work)
 
@@ -51,7 +51,7 @@ def write_shards(
             writer.put(number, chunks, worker.offload.waiter())
 
 
-def read_foreign_shard(place: Place, number: int, job: str) -> Shard:
+def read_shard_of_other_process(place: Place, number: int, job: str) -> Shard:
     """Read the description of a shard that another process has written.
 
     Raises:

@@ -18,11 +18,11 @@ from hookline.files.folder_or_url import place_of
 from hookline.stores import Store, open_store
 from hookline.stores.job_manifest import is_finished
 from hookline.verbs.extract.collective_steps import Ranks
-from hookline.verbs.extract.engines import Engine, in_process
-from hookline.verbs.extract.on_ray import OnRay
-from hookline.verbs.extract.on_sharded_ranks import on_sharded_ranks
-from hookline.verbs.extract.process_setup import Extracting, Setup, check_options
+from hookline.verbs.extract.engines import Engine, in_process_engine
+from hookline.verbs.extract.process_setup import ExtractOptions, ProcessSetup, check_options
+from hookline.verbs.extract.ray_engine import RayEngine
 from hookline.verbs.extract.resumable_extraction import Extraction, check_empty_or_store
+from hookline.verbs.extract.sharded_ranks_engine import sharded_ranks_engine
 from hookline.verbs.extract.worker import Worker
 
 # A finished store is only read, so it may lie where this process may not write.
@@ -38,7 +38,7 @@ def extract(
     batch_size: int | None = None,
     resume: bool = True,
     engine: Literal["ray"] | None = None,
-    **options: Unpack[Extracting],
+    **options: Unpack[ExtractOptions],
 ) -> Store:
     """Run a model over a data set, and store the values at the selected sites.
 
@@ -157,12 +157,12 @@ def extract(
             come.
     """
     require_model(model, "hl.extract(model, data, selector, to)")
-    check_option_names(extract, options, Extracting.__annotations__)
+    check_option_names(extract, options, ExtractOptions.__annotations__)
     check_options(options)
     place, ranks = place_of(to), Ranks()
     with ExitStack() as stack:
 
-        def prepare() -> tuple[Setup, Worker, Engine]:
+        def prepare() -> tuple[ProcessSetup, Worker, Engine]:
             first_parameter = next(model.parameters(), None)
             loading = LoadOptions(
                 batch_size,
@@ -172,22 +172,22 @@ def extract(
                 options.get("tokenize"),
                 pin_memory=first_parameter is not None and first_parameter.is_cuda,
             )
-            setup = Setup(unwrap_ddp(model), selector, make_source(data, loading), options)
+            setup = ProcessSetup(unwrap_ddp(model), selector, make_source(data, loading), options)
             _check_engine(engine, ranks, setup)
             # Before this process attaches to the model: actors get a copy of it without hooks.
-            ray = OnRay(place, setup) if engine == "ray" else None
+            ray = RayEngine(place, setup) if engine == "ray" else None
             if ray is not None:
                 stack.callback(ray.close)  # before it connects: Ctrl-C may come at any time
                 ray.connect()
             worker = stack.enter_context(setup.worker())
-            _ = worker.first  # loaded here, where an error is told to all ranks
+            _ = worker.first_batch  # loaded here, where an error is told to all ranks
             if ray is not None:
                 return setup, worker, ray.run
             if ranks.n > 1 and sharding_kind(setup.model):
-                return setup, worker, on_sharded_ranks(place, setup.model, worker, ranks)
-            return setup, worker, in_process(place, worker, ranks)
+                return setup, worker, sharded_ranks_engine(place, setup.model, worker, ranks)
+            return setup, worker, in_process_engine(place, worker, ranks)
 
-        setup, worker, chosen = ranks.on_each(prepare)
+        setup, worker, chosen = ranks.run_on_each(prepare)
 
         def lock() -> None:
             check_empty_or_store(place)
@@ -198,7 +198,7 @@ def extract(
                 if not (is_read_only and is_finished(place)):
                     raise
 
-        ranks.on_first(lock)
+        ranks.run_on_first(lock)
         with _explain_errors(data):
             Extraction(place, setup, worker, ranks).run(chosen, resume=resume)
     return open_store(place)
@@ -224,7 +224,7 @@ def _explain_errors(data: Any) -> Iterator[None]:
         ) from error
 
 
-def _check_engine(engine: Any, ranks: Ranks, setup: Setup) -> None:
+def _check_engine(engine: Any, ranks: Ranks, setup: ProcessSetup) -> None:
     """Refuse what an engine cannot do."""
     fix = "Leave it out to run in this process, or on the ranks of its process group."
     check_one_of("engine", engine, ("ray", None), fix)

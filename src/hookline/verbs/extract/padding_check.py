@@ -33,7 +33,7 @@ class PaddingCheck:
         self._value: Any = None
         self._is_done = keep is None
 
-    def watched(self) -> Callable[[Any], Any] | None:
+    def watched_keep(self) -> Callable[[Any], Any] | None:
         """Return `keep`, which then also leaves a value of each batch to the check."""
         keep = self._keep
         if not callable(keep):
@@ -41,24 +41,24 @@ class PaddingCheck:
 
         def keep_and_hold(value: Any) -> Any:
             if not is_dynamo_compiling():
-                self._hold(value)
+                self._save_value(value)
             return keep(value)
 
         return keep_and_hold
 
     @contextmanager
-    def batch(self, tokens: Tokens | None) -> Iterator[None]:
+    def check_batch(self, tokens: Tokens | None) -> Iterator[None]:
         """Check the first batch with padding, which is run in the block."""
         if not self._is_done and tokens is not None and tokens.rival is None:
             self._mask = None if bool(tokens.mask.all()) else tokens.mask
         try:
             yield
             if self._mask is not None and self._value is not None:
-                self._judge(self._value, self._mask)
+                self._compare_with_nan_padding(self._value, self._mask)
         finally:
             self._mask = self._value = None
 
-    def _judge(self, value: Any, mask: Tensor) -> None:
+    def _compare_with_nan_padding(self, value: Any, mask: Tensor) -> None:
         """Call `keep` on a value, as it is and with NaN at the padding."""
         self._is_done = True
 
@@ -68,9 +68,9 @@ class PaddingCheck:
             return tensor.masked_fill(~mask.to(tensor.device)[..., None], torch.nan)
 
         try:
-            kept = self._kept(tree.map_tensors(torch.clone, value))
-            changed = self._kept(tree.map_tensors(filled, value))
-            reads_padding = isinstance(kept, Tensor) and _differ(kept, changed, mask)
+            kept = self._call_keep(tree.map_tensors(torch.clone, value))
+            changed = self._call_keep(tree.map_tensors(filled, value))
+            reads_padding = isinstance(kept, Tensor) and _kept_differ(kept, changed, mask)
         except Exception:  # of a function that refuses NaN
             return
         if reads_padding:
@@ -80,13 +80,13 @@ class PaddingCheck:
                 " store[site].of_items([k]) for each item k; or give mask=None."
             )
 
-    def _kept(self, value: Any) -> Any:
+    def _call_keep(self, value: Any) -> Any:
         assert self._keep is not None
         devices = {tensor.device for _, tensor in tree.tensors(value)}
         with seeded(0, devices - {torch.device("cpu")}):
             return call_in_float32(self._keep, value)
 
-    def _hold(self, value: Any) -> None:
+    def _save_value(self, value: Any) -> None:
         mask = self._mask
         if mask is None or self._value is not None:
             return
@@ -99,7 +99,7 @@ def _has_tokens(tensor: Tensor, mask: Tensor) -> bool:
     return tensor.ndim == 3 and tensor.shape[:2] == mask.shape and tensor.is_floating_point()
 
 
-def _differ(kept: Tensor, changed: Tensor, mask: Tensor) -> bool:
+def _kept_differ(kept: Tensor, changed: Tensor, mask: Tensor) -> bool:
     """Tell whether two results differ, apart from rows of padding, which are not stored."""
     if kept.shape[:2] == mask.shape and kept.ndim > 2:
         kept, changed = (tensor[mask.to(tensor.device)] for tensor in (kept, changed))

@@ -28,7 +28,7 @@ from hookline.verbs.shared.model_state import in_eval_mode
 _MOST_NAMED = 3
 
 
-class Extracting(TypedDict, total=False):
+class ExtractOptions(TypedDict, total=False):
     """The options about what is kept and how data is loaded; `hl.extract` says what each does."""
 
     keep: Callable[[Any], Any] | None
@@ -44,7 +44,7 @@ class Extracting(TypedDict, total=False):
     progress: bool
 
 
-def check_options(options: Extracting) -> None:
+def check_options(options: ExtractOptions) -> None:
     """Check what is not checked where it is used."""
     mask, inputs, n_bytes = options.get("mask"), options.get("inputs"), options.get("shard_bytes")
     if not (mask is None or isinstance(mask, str) or callable(mask)):
@@ -69,13 +69,13 @@ def check_options(options: Extracting) -> None:
 
 @final
 @dataclass(frozen=True)
-class Setup:
+class ProcessSetup:
     """Hold what a process needs to make any shard of a job."""
 
     model: nn.Module
     selector: Selector
     source: DataSource
-    options: Extracting
+    options: ExtractOptions
 
     @contextmanager
     def worker(self) -> Iterator[Worker]:
@@ -91,7 +91,7 @@ class Setup:
         check = PaddingCheck(None if is_split else keep)
         keeping: Keep = {"copy": True}
         if not is_split:
-            keeping = {"keep": check.watched(), "dtype": dtype, "copy": True}
+            keeping = {"keep": check.watched_keep(), "dtype": dtype, "copy": True}
         # Weights that are sharded change as they are gathered.
         state = None if sharding_kind(self.model) else KeptState(self.model)
         is_eval = options.get("eval", True)
@@ -102,7 +102,7 @@ class Setup:
         ):
             runner.state = state
             mask = MaskOption(options.get("mask", DEFAULT_MASK), "mask" in options)
-            gather = partial(_gather_whole, keep, dtype) if is_split else None
+            gather = partial(_gather_and_keep, keep, dtype) if is_split else None
             yield Worker(runner, self.source, options.get("inputs"), mask, check, gather)
         changed = runner.changing or (state.changed() if state else [])
         if changed:
@@ -117,9 +117,11 @@ class Setup:
             )
 
 
-def _gather_whole(keep: Callable[[Any], Any] | None, dtype: torch.dtype | None, value: Any) -> Any:
+def _gather_and_keep(
+    keep: Callable[[Any], Any] | None, dtype: torch.dtype | None, value: Any
+) -> Any:
     """Gather a value that ranks have parts of, and return what is stored of it. A collective."""
-    whole = tree.map_tensors(_whole, value)
+    whole = tree.map_tensors(_gather_tensor, value)
     if keep is not None:
         whole = call_in_float32(keep, whole)
     if dtype is None:
@@ -127,5 +129,5 @@ def _gather_whole(keep: Callable[[Any], Any] | None, dtype: torch.dtype | None, 
     return tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, whole)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather_tensor(tensor: Tensor) -> Tensor:
     return gather_full(tensor) if is_dtensor(tensor) else local_part(tensor)

@@ -42,7 +42,7 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def note_shard(self, shard: Shard) -> None:
+    def count_shard(self, shard: Shard) -> None:
         """Note a shard that is on disk. Another thread may call this."""
         self._shards[shard.number] = shard
         self._n_bytes += shard.size * self._n_ranks

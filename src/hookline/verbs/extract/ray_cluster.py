@@ -68,7 +68,7 @@ def _connect(ray: Any, options: dict[str, Any], address: str) -> None:
             warnings.simplefilter("ignore")  # Ray tells of its own deprecations
             ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise _unreachable(address, error) from error
+        raise _unreachable_error(address, error) from error
 
 
 @contextmanager
@@ -109,10 +109,10 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((parts.hostname, parts.port), _CONNECT_S).close()
     except OSError as error:
-        raise _unreachable(address, error) from error
+        raise _unreachable_error(address, error) from error
 
 
-def _unreachable(address: str, error: Exception) -> RanksError:
+def _unreachable_error(address: str, error: Exception) -> RanksError:
     return RanksError(
         f"engine='ray' must reach {address}, got {type_and_line(error)}."
         "\nStart it (ray start --head), set RAY_ADDRESS to it, or unset that to run here. Shards"

@@ -23,8 +23,8 @@ from hookline.stores.first_batch_summary import compare_summaries
 from hookline.stores.job_manifest import Job, environment
 from hookline.stores.shard_file import Shard
 from hookline.verbs.extract.collective_steps import PATIENCE_S
-from hookline.verbs.extract.engines import read_foreign_shard, write_shards
-from hookline.verbs.extract.process_setup import Setup
+from hookline.verbs.extract.engines import read_shard_of_other_process, write_shards
+from hookline.verbs.extract.process_setup import ProcessSetup
 from hookline.verbs.extract.ray_cluster import (
     explain_ray_errors,
     import_ray,
@@ -46,7 +46,7 @@ _MOST_SHARDS_A_TASK = 8
 
 
 @final
-class OnRay:
+class RayEngine:
     """Makes shards in actors of a Ray cluster, each with a copy of the model.
 
     Args:
@@ -58,7 +58,7 @@ class OnRay:
         InputError: the data has no length.
     """
 
-    def __init__(self, place: Place, setup: Setup) -> None:
+    def __init__(self, place: Place, setup: ProcessSetup) -> None:
         self._ray = import_ray()
         if setup.source.n_items is None:
             raise InputError(
@@ -103,7 +103,7 @@ class OnRay:
                     raise pickle.loads(made.error)
                 environments.add(made.environment)
                 for number in made.numbers:
-                    on_written(read_foreign_shard(self._place, number, digest))
+                    on_written(read_shard_of_other_process(self._place, number, digest))
         for text in environments:
             _warn_of_differences(driver, json.loads(text))
 
@@ -119,7 +119,7 @@ class OnRay:
             ended, _ = self._ray.wait([*begun, *starting], timeout=None if begun else _LOOK_S)
             if not ended:
                 waited_s += _LOOK_S
-                _report_waiting(self._ray, self._device, waited_s)
+                _warn_of_waiting(self._ray, self._device, waited_s)
                 continue
             result = self._ray.get(ended[0])
             is_new = ended[0] in starting
@@ -134,7 +134,7 @@ class OnRay:
     @contextmanager
     def _actors(self, n: int, job: Job) -> Iterator[list[Any]]:
         """Start actors, which end with the block."""
-        replica = self._ray.remote(_Replica).options(
+        replica = self._ray.remote(_RayActor).options(
             num_cpus=torch.get_num_threads(),
             num_gpus=1 if self._device == "cuda" else None,
             max_restarts=-1,
@@ -150,7 +150,7 @@ class OnRay:
             for actor in actors:
                 self._ray.kill(actor)
 
-    def _send_setup(self, setup: Setup) -> Any:
+    def _send_setup(self, setup: ProcessSetup) -> Any:
         try:
             return self._ray.put(setup)
         except HooklineError:
@@ -169,7 +169,7 @@ class OnRay:
             ) from cause
 
 
-def _report_waiting(ray: Any, device: str, seconds: float) -> None:
+def _warn_of_waiting(ray: Any, device: str, seconds: float) -> None:
     """Tell that no actor has started, because others hold the CPUs of the cluster."""
     n_threads = torch.get_num_threads()
     free, there = ray.available_resources(), ray.cluster_resources()
@@ -188,7 +188,7 @@ def _report_waiting(ray: Any, device: str, seconds: float) -> None:
 
 
 @final
-class _Replica:
+class _RayActor:
     """An actor: makes shards with its own copy of the model.
 
     Args:
@@ -217,7 +217,7 @@ class _Replica:
         try:
             self._thread.submit(self._make_in_thread, shards).result()
         except Exception as raised:
-            error = _pickled(raised)  # Ray would give its text alone
+            error = _pickle_error(raised)  # Ray would give its text alone
         return _TaskResult(shards, json.dumps(self._thread.submit(environment).result()), error)
 
     def _make_in_thread(self, shards: list[int]) -> None:
@@ -280,11 +280,11 @@ def _check_model_copy(worker: Worker, job: Job) -> None:
     """Compare the values that this actor's copy of the model gives for the first batch."""
     if job.first_batch is None:
         return
-    values = worker.summary(worker.run_first())
+    values = worker.summarise(worker.run_first())
     differences = compare_summaries(job.first_batch, values, is_same_setup=False).far
     if not differences:
         return
-    again = worker.summary(worker.rerun_first())
+    again = worker.summarise(worker.rerun_first())
     if not compare_summaries(values, again, is_same_setup=True).far:
         raise RanksError(
             "the model must give the same values in an actor of Ray as in this process, got"
@@ -293,10 +293,10 @@ def _check_model_copy(worker: Worker, job: Job) -> None:
         )
 
 
-def _fetch_setup(setup: Any) -> Setup:
+def _fetch_setup(setup: Any) -> ProcessSetup:
     """Return what the driver has sent."""
     try:
-        received: Setup = import_ray().get(setup)
+        received: ProcessSetup = import_ray().get(setup)
     except Exception as error:
         raise InputError(
             "model, data and options must be importable on each machine of the cluster, got"
@@ -305,7 +305,7 @@ def _fetch_setup(setup: Any) -> Setup:
     return received
 
 
-def _pickled(error: Exception) -> bytes:
+def _pickle_error(error: Exception) -> bytes:
     """Return an error for the driver, with its traceback as a note."""
     trace = "".join(traceback.format_exception(error))
     error.add_note(f"hookline: in an actor of Ray:\n{trace}")

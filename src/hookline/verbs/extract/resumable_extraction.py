@@ -33,9 +33,9 @@ from hookline.stores.job_manifest import (
     write_manifest,
 )
 from hookline.stores.shard_file import Shard, number_of, read_shard
-from hookline.verbs.extract.collective_steps import Pulse, Ranks
-from hookline.verbs.extract.engines import Engine, read_foreign_shard
-from hookline.verbs.extract.process_setup import Setup
+from hookline.verbs.extract.collective_steps import Heartbeat, Ranks
+from hookline.verbs.extract.engines import Engine, read_shard_of_other_process
+from hookline.verbs.extract.process_setup import ProcessSetup
 from hookline.verbs.extract.progress import Progress
 from hookline.verbs.extract.worker import Worker
 from hookline.verbs.inventory import inventory
@@ -56,7 +56,7 @@ class Extraction:
     weights are sharded runs on all ranks or on none.
     """
 
-    def __init__(self, place: Place, setup: Setup, worker: Worker, ranks: Ranks) -> None:
+    def __init__(self, place: Place, setup: ProcessSetup, worker: Worker, ranks: Ranks) -> None:
         self._place = place
         self._options = setup.options
         self._worker = worker
@@ -79,14 +79,16 @@ class Extraction:
             FolderError: the place holds something else, or a store of another job.
             RanksError: the ranks have different jobs, or one of them failed.
         """
-        self._compare_ranks()
-        is_new = self._ranks.on_first(lambda: self._check_is_new(resume=resume))
-        self._compare_values(self._ranks.gather(self._plan_from_batch))
+        self._compare_jobs_of_ranks()
+        is_new = self._ranks.run_on_first(lambda: self._check_is_new(resume=resume))
+        self._compare_first_batch_of_ranks(self._ranks.gather(self._plan_from_first_batch))
         if is_new:
-            self._ranks.on_first(self._write_new_manifest)
+            self._ranks.run_on_first(self._write_new_manifest)
         else:
-            self._compare_first_batch()
-        job, self._n_written = self._ranks.on_first(lambda: [self._job.as_json(), self._n_written])
+            self._compare_first_batch_with_store()
+        job, self._n_written = self._ranks.run_on_first(
+            lambda: [self._job.as_json(), self._n_written]
+        )
         self._job = Job.from_json(job)
         self._worker.forms = {form.name: form for form in self._job.columns}
         if not is_new:
@@ -102,15 +104,15 @@ class Extraction:
             n_shards = self._job.n_shards
             each: Iterable[int] = itertools.count() if n_shards is None else range(n_shards)
             missing = (number for number in each if number not in numbers)
-            engine(self._job, missing, progress.note_shard)
+            engine(self._job, missing, progress.count_shard)
         self._ranks.run_at_own_pace(self._write_final_manifest)
 
-    def _job_before_run(self, setup: Setup) -> Job:
+    def _job_before_run(self, setup: ProcessSetup) -> Job:
         """Return the job as far as it is known before the model has run."""
         options, source = setup.options, setup.source
         dtype, mask = options.get("dtype"), options.get("mask", "attention_mask")
         return Job(
-            {**model_identity(setup.model, whole=True), "hooks": _hooks_on(setup.model)},
+            {**model_identity(setup.model, whole=True), "hooks": _hook_texts(setup.model)},
             [str(site) for site in self._worker.sites],
             {
                 "keep": function_identity(options.get("keep")),
@@ -120,12 +122,12 @@ class Extraction:
                 "eval": options.get("eval", True),
                 "shard_bytes": options.get("shard_bytes", SHARD_BYTES),
             },
-            {**source.identity(), "first_batch": fingerprint(self._worker.first.data)},
+            {**source.identity(), "first_batch": fingerprint(self._worker.first_batch.data)},
             source.batch_size,
             source.n_items,
         )
 
-    def _compare_ranks(self) -> None:
+    def _compare_jobs_of_ranks(self) -> None:
         """Compare the jobs of all ranks, and what decides the bits of their results."""
         answers = self._ranks.gather(lambda: [self._job.as_json(), environment()])
         for rank, (job, there) in enumerate(answers):
@@ -148,7 +150,7 @@ class Extraction:
         check_empty_or_store(self._place)
         return True
 
-    def _plan_from_batch(self) -> dict[str, Any]:
+    def _plan_from_first_batch(self) -> dict[str, Any]:
         """Plan the store from the first batch; return its values in a few numbers."""
         chunk = self._worker.run_first()
         forms = self._worker.forms
@@ -160,12 +162,12 @@ class Extraction:
             )
         n_batches = batches_per_shard(chunk, self._options.get("shard_bytes", SHARD_BYTES))
         self._batch_bytes = sum(tensor.nbytes for tensor in chunk.columns.values())
-        values = self._worker.summary(chunk)
+        values = self._worker.summarise(chunk)
         columns = tuple(forms.values())
         self._job = replace(self._job, shard_batches=n_batches, columns=columns, first_batch=values)
         return values
 
-    def _compare_values(self, summaries: list[dict[str, Any]]) -> None:
+    def _compare_first_batch_of_ranks(self, summaries: list[dict[str, Any]]) -> None:
         """Compare the values that all ranks have for the first batch. A collective.
 
         Raises:
@@ -187,19 +189,19 @@ class Extraction:
             for rank, values in enumerate(summaries)
             if (differences := compare_summaries(summaries[0], values, is_same_setup=False).far)
         ]
-        if differing and self._is_repeatable(summaries):
+        if differing and self._is_model_repeatable(summaries):
             rank, text = differing[0]
             raise RanksError(
                 f"the model must give the same values on every rank, got on rank {rank} {text}."
                 "\nGive each rank the same model, with the same hooks, edits and attributes."
             )
 
-    def _is_repeatable(self, summaries: list[dict[str, Any]]) -> bool:
+    def _is_model_repeatable(self, summaries: list[dict[str, Any]]) -> bool:
         """Run the first batch again on all ranks; tell whether its values are the same.
 
         A collective, with a warning if they are not.
         """
-        again = self._ranks.gather(lambda: self._worker.summary(self._worker.rerun_first()))
+        again = self._ranks.gather(lambda: self._worker.summarise(self._worker.rerun_first()))
         pairs = zip(summaries, again, strict=True)
         differences = [compare_summaries(*pair, is_same_setup=True).far for pair in pairs]
         if not any(differences):
@@ -212,10 +214,12 @@ class Extraction:
             )
         return False
 
-    def _compare_first_batch(self) -> None:
+    def _compare_first_batch_with_store(self) -> None:
         """Compare the first batch with that of the store that was begun here. A collective."""
-        differences = self._ranks.on_first(self._first_batch_differences)
-        if differences and self._is_repeatable(self._ranks.gather(lambda: self._job.first_batch)):
+        differences = self._ranks.run_on_first(self._first_batch_differences)
+        if differences and self._is_model_repeatable(
+            self._ranks.gather(lambda: self._job.first_batch)
+        ):
             raise FolderError(
                 f"{self._place} holds a store of another model, which gives other values for the"
                 " first batch:\n  "
@@ -266,7 +270,7 @@ class Extraction:
             self._place.write("names.json", [json.dumps(self._worker.source.names).encode()])
         write_manifest(self._place, self._job.as_json(), origin_here())
 
-    def _write_final_manifest(self, pulse: Pulse) -> None:
+    def _write_final_manifest(self, heartbeat: Heartbeat) -> None:
         """Write the manifest of a store whose shards are all there, made by whichever process.
 
         Raises:
@@ -279,10 +283,10 @@ class Extraction:
         digest = self._job.digest
 
         def read(number: int) -> None:
-            self._shards[number] = read_foreign_shard(self._place, number, digest)
-            pulse.beat()
+            self._shards[number] = read_shard_of_other_process(self._place, number, digest)
+            heartbeat.beat()
 
-        _in_threads(read, missing)
+        _map_in_threads(read, missing)
         shards = [self._shards[number] for number in range(n_shards)]
         write_manifest(self._place, self._job.as_json(), origin_here(), shards)
         _warn_of_nan_and_skipped(shards)
@@ -309,7 +313,7 @@ class Extraction:
         written = manifest["shards"]
         self._n_written = None if written is None else len(written["items"])
 
-    def _verify_shards(self, pulse: Pulse) -> None:
+    def _verify_shards(self, heartbeat: Heartbeat) -> None:
         """Note the shards that are whole; remove damaged ones, so that they are made again.
 
         All bytes are read, so each rank reads its share.
@@ -322,11 +326,11 @@ class Extraction:
         damaged = []
 
         def look(name: str) -> None:
-            pulse.beat()
+            heartbeat.beat()
             try:
                 shard = read_shard(self._place, name, verify=True)
                 is_named_so = (shard.number, shard.job) == (number_of(name), digest)
-                if not is_named_so or not self._has_own_batches(shard):
+                if not is_named_so or not self._has_batches_of_number(shard):
                     raise DamagedError("it must hold the batches of its number, of this job")
             except FileNotFoundError:
                 return  # it went away meanwhile, and is made again
@@ -335,7 +339,7 @@ class Extraction:
             else:
                 self._shards[shard.number] = shard
 
-        _in_threads(look, names[self._ranks.me :: self._ranks.n])
+        _map_in_threads(look, names[self._ranks.me :: self._ranks.n])
         damaged.sort()
         for name in damaged:  # only now: nothing is removed if a file could not be read
             self._place.remove(name)
@@ -345,7 +349,7 @@ class Extraction:
                 f" {listed(damaged, _MOST_NAMED)}."
             )
 
-    def _has_own_batches(self, shard: Shard) -> bool:
+    def _has_batches_of_number(self, shard: Shard) -> bool:
         """Tell whether a shard holds the batches of its number.
 
         The last shard of data without a length is shorter. It is made again if the store is not
@@ -371,7 +375,7 @@ def check_empty_or_store(place: Place) -> None:
         )
 
 
-def _hooks_on(model: nn.Module) -> list[str]:
+def _hook_texts(model: nn.Module) -> list[str]:
     """Name the hooks that may change what a model computes, those of edits included."""
     hooks = [
         f"{hook.kind} hook at {path_text(hook.path)} ({hook.function})"
@@ -383,7 +387,7 @@ def _hooks_on(model: nn.Module) -> list[str]:
     return hooks[:_MOST_HOOKS]
 
 
-def _in_threads(step: Callable[[T], None], values: Iterable[T]) -> None:
+def _map_in_threads(step: Callable[[T], None], values: Iterable[T]) -> None:
     """Do a step for each, in several threads: it waits for a disk or the network."""
     with ThreadPoolExecutor(_N_THREADS) as pool:
         for _ in pool.map(step, values):

@@ -25,7 +25,7 @@ from hookline.verbs.extract.worker import Worker, run_shards
 _DONE, _HAS_BATCH, _FAILED = range(3)
 
 
-def on_sharded_ranks(place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> Engine:
+def sharded_ranks_engine(place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> Engine:
     """Return the engine that makes shards on ranks that run equal numbers of forwards.
 
     A forward of a sharded model gathers weights: a collective. With FSDP2, each rank has batches
@@ -40,14 +40,14 @@ def on_sharded_ranks(place: Place, model: nn.Module, worker: Worker, ranks: Rank
             try:
                 write(job, shards, on_written)
                 steps.join_remaining()
-            except _FailedElsewhere:
+            except _OtherRankFailed:
                 pass  # below, the rank that has failed says how
             except RanksError:
                 raise  # a rank is lost, and will say nothing
             except Exception as caught:
                 error = caught
                 steps.announce_failure()
-        ranks.on_each(lambda: raise_if(error))
+        ranks.run_on_each(lambda: raise_if(error))
 
     def write(job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
         if is_split and ranks.me > 0:
@@ -60,7 +60,7 @@ def on_sharded_ranks(place: Place, model: nn.Module, worker: Worker, ranks: Rank
     return run
 
 
-class _FailedElsewhere(Exception):
+class _OtherRankFailed(Exception):
     """Another rank has failed. That rank says how."""
 
 
@@ -74,7 +74,7 @@ def _in_lockstep(model: nn.Module, worker: Worker) -> Iterator[_Lockstep]:
         with record_fsdp2_calls(model) as called:
             steps = _Lockstep(model, worker, group, called)
             worker.forward = steps.forward
-            steps.learn_order()
+            steps.learn_gather_order()
             yield steps
     finally:
         worker.forward = forward
@@ -103,7 +103,7 @@ class _Lockstep:
         self._last: Any = None
         self._is_over = False
 
-    def learn_order(self) -> None:
+    def learn_gather_order(self) -> None:
         """Run the first batch on all ranks, and note which modules gather their weights."""
         self._last = self._worker.first_inputs()
         self._run(self._last)
@@ -114,11 +114,11 @@ class _Lockstep:
         """Run the model on a batch when all ranks have come.
 
         Raises:
-            _FailedElsewhere: another rank has failed.
+            _OtherRankFailed: another rank has failed.
             RanksError: a rank was lost.
         """
         if self._exchange_state(_HAS_BATCH) == _FAILED:
-            raise _FailedElsewhere
+            raise _OtherRankFailed
         self._last = inputs
         return self._run(inputs)
 
@@ -126,7 +126,7 @@ class _Lockstep:
         """Run the last batch again as long as another rank has one.
 
         Raises:
-            _FailedElsewhere: another rank has failed.
+            _OtherRankFailed: another rank has failed.
             RanksError: a rank was lost.
         """
         while (state := self._exchange_state(_DONE)) == _HAS_BATCH:
@@ -134,7 +134,7 @@ class _Lockstep:
             self._worker.drop_recorded()
         self._is_over = True
         if state == _FAILED:
-            raise _FailedElsewhere
+            raise _OtherRankFailed
 
     def announce_failure(self) -> None:
         """Tell the others, when they come for their next forward, that this rank has failed."""

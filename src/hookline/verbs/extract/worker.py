@@ -71,7 +71,7 @@ class Worker:
         self._mask = mask
         config = getattr(runner.modules[0], "config", None)
         self._has_decoder: bool = getattr(config, "is_encoder_decoder", False) is True
-        self._device = _device_of(runner)
+        self._device = _first_parameter_device(runner)
         self.offload: Offload = Offload(self._device)
         self._ahead: deque[Callable[[], None]] = deque()
         self.forms: dict[str, ColumnForm] | None = None
@@ -79,7 +79,7 @@ class Worker:
         self._first_copy: NumberedBatch | None = None
 
     @cached_property
-    def first(self) -> NumberedBatch:
+    def first_batch(self) -> NumberedBatch:
         """The first batch of the data. An iterator does not give it again."""
         return next(self.source.batches([0]))
 
@@ -94,11 +94,13 @@ class Worker:
         The rows show the forms of the values that a store will hold. The model runs to its end, so
         that a module which runs several times is noticed.
         """
-        self._first_copy = self.first._replace(data=tree.map_tensors(self._copied, self.first.data))
-        self._first_chunk = self._run_to_the_end(self.first)
+        self._first_copy = self.first_batch._replace(
+            data=tree.map_tensors(self._copy_for_rerun, self.first_batch.data)
+        )
+        self._first_chunk = self._run_whole_forward(self.first_batch)
         return self._first_chunk
 
-    def _copied(self, tensor: Tensor) -> Tensor:
+    def _copy_for_rerun(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the first batch for `rerun_first`: a copy if a run may write to it."""
         has_functions = self._inputs is not None or callable(self._mask.value)
         return tensor.clone() if has_functions or tensor.device == self._device else tensor
@@ -106,9 +108,9 @@ class Worker:
     def rerun_first(self) -> Chunk:
         """Run the model once more on the first batch, and return its rows."""
         assert self._first_copy is not None
-        return self._run_to_the_end(self._first_copy)
+        return self._run_whole_forward(self._first_copy)
 
-    def summary(self, chunk: Chunk) -> dict[str, Any]:
+    def summarise(self, chunk: Chunk) -> dict[str, Any]:
         """Return the rows of a batch in a few numbers, by which another model is noticed."""
         kind, model = self._device.type, self._runner.modules[0]
         dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -118,8 +120,8 @@ class Worker:
         is_split = sharding_kind(model) == "split"
         return summary_of(chunk.columns, ComputePrecision.of(kind, dtypes, is_split=is_split))
 
-    def _run_to_the_end(self, batch: NumberedBatch) -> Chunk:
-        with self._runner.to_the_end():
+    def _run_whole_forward(self, batch: NumberedBatch) -> Chunk:
+        with self._runner.whole_forward():
             return self._run(batch)
 
     def run_batch(self, batch: NumberedBatch) -> Chunk:
@@ -136,27 +138,27 @@ class Worker:
 
     def _run(self, batch: NumberedBatch) -> Chunk:
         with seeded(batch.number, self._accelerators):
-            chunk = self._run_seeded(batch)
+            chunk = self._make_chunk(batch)
         # A batch holds pinned memory until the device has it.
         self._ahead.append(self.offload.waiter())
         if len(self._ahead) > _MOST_AHEAD:
             self._ahead.popleft()()
         return chunk
 
-    def _run_seeded(self, batch: NumberedBatch) -> Chunk:
+    def _make_chunk(self, batch: NumberedBatch) -> Chunk:
         if not batch.items:
             forms = self.forms or {}
             columns = {name: form.empty() for name, form in forms.items()}
             has_tokens = any(form.per == "token" for form in forms.values())
             return Chunk(batch.number, [], columns, [] if has_tokens else None, None, batch.skipped)
-        data = self._inputs_of(batch)
+        data = self._model_inputs(batch)
         whole = data if self._inputs is None else batch.data
         given = BatchAndInputs(data, whole, len(batch.items), self._has_decoder)
         tokens = find_tokens(given, self._mask)
-        with torch.no_grad(), self._padding.batch(tokens):
-            missing = self._forward_with_hint(tree.map_tensors(self._move, data))
+        with torch.no_grad(), self._padding.check_batch(tokens):
+            missing = self._forward_with_hint(tree.map_tensors(self._to_device, data))
         passes = self._runner.recording.pop_passes()
-        _check_reached(missing, passes, batch.number)
+        _check_sites_reached(missing, passes, batch.number)
         if len(passes) != 1:
             raise InputError(
                 f"the model must run once a batch, got {len(passes)} runs."
@@ -185,15 +187,17 @@ class Worker:
 
     def first_inputs(self) -> Any:
         """Return what the model takes of the first batch."""
-        return tree.map_tensors(self._move, self._inputs_of(self.first))
+        return tree.map_tensors(self._to_device, self._model_inputs(self.first_batch))
 
     def drop_recorded(self) -> None:
         """Forget what the model gave since the last batch."""
         self._runner.recording.pop_passes()
 
-    def _inputs_of(self, batch: NumberedBatch) -> Any:
+    def _model_inputs(self, batch: NumberedBatch) -> Any:
         """Return the model's inputs from a batch."""
-        data = _lone_tensor(batch.data) if self._inputs is None else self._inputs(batch.data)
+        data = (
+            _unwrap_single_tensor(batch.data) if self._inputs is None else self._inputs(batch.data)
+        )
         if isinstance(data, list):
             raise InputError(
                 "a batch must hold only the model's inputs, got"
@@ -209,7 +213,7 @@ class Worker:
             )
         return data
 
-    def _move(self, tensor: Tensor) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         # To the CPU, torch would return before the numbers are there.
         return tensor.to(self._device, non_blocking=self._device.type != "cpu")
 
@@ -253,13 +257,13 @@ def _load_batches(worker: Worker, numbers: Iterator[int]) -> Iterator[NumberedBa
     """Load batches; the first one of the data once."""
     number = next(numbers, None)
     if number == 0:
-        yield worker.first
+        yield worker.first_batch
     elif number is not None:
         numbers = itertools.chain([number], numbers)
     yield from worker.source.batches(numbers)
 
 
-def _lone_tensor(data: Any) -> Any:
+def _unwrap_single_tensor(data: Any) -> Any:
     """Return the tensor of a list of one, as a DataLoader makes of a TensorDataset."""
     if isinstance(data, list) and len(data) == 1 and isinstance(data[0], Tensor):
         return data[0]
@@ -277,7 +281,7 @@ def _suggest_inputs(model: nn.Module, data: Any, error: TypeError) -> None:
     signature = signature_of(model)
     if signature is None or binding_error(signature, data) is None:
         return  # the error is of the model's code
-    for code, part in _parts_with_code(signature, data):
+    for code, part in _batch_parts_with_code(signature, data):
         if binding_error(signature, part) is None:
             error.add_note(
                 "hookline: the model's forward does not take all of the batch."
@@ -286,7 +290,7 @@ def _suggest_inputs(model: nn.Module, data: Any, error: TypeError) -> None:
             return
 
 
-def _parts_with_code(signature: inspect.Signature, data: Any) -> Iterator[tuple[str, Any]]:
+def _batch_parts_with_code(signature: inspect.Signature, data: Any) -> Iterator[tuple[str, Any]]:
     """Yield parts of a batch, the largest first, each with the code that takes it of the batch."""
     if isinstance(data, tuple):
         for n in range(len(data) - 1, 1, -1):
@@ -303,7 +307,9 @@ def _parts_with_code(signature: inspect.Signature, data: Any) -> Iterator[tuple[
                 return
 
 
-def _check_reached(missing: Sequence[Site], passes: Sequence[PassRecord], number: int) -> None:
+def _check_sites_reached(
+    missing: Sequence[Site], passes: Sequence[PassRecord], number: int
+) -> None:
     """Check that the model reached each site."""
     if missing and number:
         raise NotRecordedError(
@@ -317,7 +323,7 @@ def _check_reached(missing: Sequence[Site], passes: Sequence[PassRecord], number
 _CPU = torch.device("cpu")
 
 
-def _device_of(runner: PartialForward) -> torch.device:
+def _first_parameter_device(runner: PartialForward) -> torch.device:
     """Return the device of the model's first parameter; the CPU if it has none."""
     first = next(runner.modules[0].parameters(), None)
     return _CPU if first is None else first.device

@@ -108,7 +108,7 @@ class PartialForward:
         }
 
     @contextmanager
-    def to_the_end(self) -> Iterator[None]:
+    def whole_forward(self) -> Iterator[None]:
         """Run the model to its end in the block, so that each call of a module is seen.
 
         What fails behind the last site is not asked for, and no error.
@@ -130,7 +130,7 @@ class PartialForward:
         """
         if self.state is None or self._may_stop:
             return self._run(inputs)
-        with self.to_the_end():
+        with self.whole_forward():
             missing = self._run(inputs)
         self.changing = self.state.changed()
         self._may_stop = not self.changing
