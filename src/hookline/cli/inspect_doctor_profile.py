@@ -23,7 +23,7 @@ from hookline.recordings import Recording, check_target
 from hookline.verbs.doctor.diagnosis import Diagnosis, Note, SiteVerdict
 from hookline.verbs.profile.profile import Profile
 from hookline.verbs.shared.model_state import eval_without_side_effects
-from hookline.verbs.shared.run_model import Inputs, call, sum_of_mean_squares
+from hookline.verbs.shared.run_model import Inputs, call_model, sum_of_mean_squares
 from hookline.verbs.summary import Summary
 from hookline.views.page import Evidence, write_recording_page
 
@@ -206,7 +206,7 @@ def profile_steps(
     profiling = hl.profile(model)
 
     def step() -> None:
-        output = call(model, inputs)
+        output = call_model(model, inputs)
         if backward:
             _run_backward(output)
             model.zero_grad()

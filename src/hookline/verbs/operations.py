@@ -26,7 +26,7 @@ from hookline.engine import (
 from hookline.engine.pytree import describe, tree
 from hookline.errors import SelectionError
 from hookline.verbs.shared.model_state import eval_without_side_effects
-from hookline.verbs.shared.run_model import Inputs, call, unwrap_lone_tensor
+from hookline.verbs.shared.run_model import Inputs, call_model, unwrap_lone_tensor
 
 
 @final
@@ -145,7 +145,7 @@ def operations(model: nn.Module, inputs: Inputs, path: str = "") -> Operations:
     with eval_without_side_effects(model), line:
         node = _require_one_module(line, path)
         calls.watch(line, node)
-        call(model, inputs)
+        call_model(model, inputs)
     if not calls.has_run:
         raise SelectionError(
             f"{path_text(node.path)} did not run in this forward, so its calls are not known."

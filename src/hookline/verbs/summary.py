@@ -33,7 +33,7 @@ from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.verbs.shared.failing_module import failure_text
 from hookline.verbs.shared.model_state import eval_without_side_effects
-from hookline.verbs.shared.run_model import Inputs, call, map_inputs, unwrap_lone_tensor
+from hookline.verbs.shared.run_model import Inputs, call_model, map_inputs, unwrap_lone_tensor
 
 
 @final
@@ -235,7 +235,7 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         )
         try:
             with OperationCounter(counted.add, counted.note_missing).counting():
-                call(model, inputs)
+                call_model(model, inputs)
         except HooklineError:
             raise  # a fault of a hook or a selector, not of the model
         except Exception as error:

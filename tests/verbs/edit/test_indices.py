@@ -38,14 +38,14 @@ def test_what_has_not_occurred_is_written():
     at = parse_indices("at", [1, 7, -9], allows_negative=True)
     positions = torch.arange(3)[None]
     at.match_tokens(positions, torch.full_like(positions, 3))
-    assert at.missing() == "at=7, -9"
+    assert at.unmet_text() == "at=7, -9"
     at.match_tokens(torch.tensor([[7]]), torch.tensor([[9]]))
-    assert at.missing() == "at=-9"
+    assert at.unmet_text() == "at=-9"
     steps = parse_indices("steps", slice(2, None), allows_negative=False)
     assert [steps.match_step(step) for step in (0, 1)] == [False, False]
-    assert steps.missing() == "steps=2:"
+    assert steps.unmet_text() == "steps=2:"
     assert steps.match_step(2)
-    assert not steps.missing()
+    assert not steps.unmet_text()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_cached_tokens_are_counted(inputs):
     tokens = main(input_ids=IDS, **inputs)
     assert tokens.positions.tolist() == [[5, 6, 7, 8]] * 2
     assert tokens.lengths.tolist() == [[9] * 4] * 2
-    assert not tokens.is_plain
+    assert not tokens.is_numbered_by_column
 
 
 def test_a_padded_row_keeps_its_own_positions_behind_a_cache():
@@ -99,7 +99,7 @@ def test_borders_tell_packed_sequences_without_positions():
 def test_ids_are_found_by_name_or_as_integers_of_two_dimensions(inputs, sizes):
     tokens = read_tokens(inputs).main
     assert (None if tokens is None else tuple(tokens.positions.shape)) == sizes
-    assert tokens is None or tokens.is_plain
+    assert tokens is None or tokens.is_numbered_by_column
 
 
 def test_torchs_masks_and_masks_to_add_mark_the_padding():
@@ -138,11 +138,11 @@ LAYER = torch.ones(2, 8, 3)
 def test_a_cache_without_a_length_is_refused(cache):
     with pytest.raises(hl.StructureError, match=r"got a list that does not tell.\n.*steps=0"):
         main(input_ids=IDS, **cache)
-    assert main(input_ids=IDS, **dict.fromkeys(cache)).is_plain  # as the prompt has
+    assert main(input_ids=IDS, **dict.fromkeys(cache)).is_numbered_by_column  # as the prompt has
 
 
 def test_the_state_of_a_recurrent_net_is_no_cache():
-    assert main(tokens=IDS, state=[LAYER, LAYER]).is_plain
+    assert main(tokens=IDS, state=[LAYER, LAYER]).is_numbered_by_column
 
 
 class States(Cache):
@@ -154,7 +154,7 @@ class States(Cache):
 
 
 def test_a_cache_of_states_tells_only_whether_it_is_empty():
-    assert main(input_ids=IDS, cache_params=States(0)).is_plain
+    assert main(input_ids=IDS, cache_params=States(0)).is_numbered_by_column
     with pytest.raises(hl.StructureError, match=r"got a States .*\n.*choose the prompt: steps=0"):
         main(input_ids=IDS, cache_params=States(3))
 

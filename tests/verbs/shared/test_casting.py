@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookline.verbs.shared.casting import cast_dtype, cast_model
+from hookline.verbs.shared.casting import cast_model, dtype_after_cast
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from hookline.verbs.shared.casting import cast_dtype, cast_model
     ],
 )
 def test_a_tensor_keeps_its_kind(of, to, expected):
-    assert cast_dtype(torch.zeros(1, dtype=of), to) == expected
+    assert dtype_after_cast(torch.zeros(1, dtype=of), to) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

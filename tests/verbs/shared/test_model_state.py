@@ -13,9 +13,9 @@ from hookline.verbs.shared import model_state
 from hookline.verbs.shared.model_state import (
     eval_without_side_effects,
     in_eval_mode,
-    parameters_restored,
     restore_after_run,
-    restore_state,
+    restore_modes_buffers_rng,
+    restore_parameters,
 )
 from meeting import Meanwhile, ToldLock
 
@@ -72,7 +72,7 @@ def test_hooks_that_a_forward_registers_are_removed(flag):
 def test_parameters_are_put_back_where_a_forward_writes_to_them():
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
-    with parameters_restored(model), torch.no_grad():
+    with restore_parameters(model), torch.no_grad():
         model.weight += 1
     assert torch.equal(model.weight, before)
 
@@ -99,10 +99,10 @@ def test_blocks_of_several_threads_leave_modes_and_buffers(monkeypatch):
 def test_modes_that_another_block_holds_are_left_to_it():
     model = nn.Dropout().train()
     with in_eval_mode([model]):
-        with restore_state([model]):
+        with restore_modes_buffers_rng([model]):
             pass
         assert not model.training
-    first, second = in_eval_mode([model]), restore_state([model])
+    first, second = in_eval_mode([model]), restore_modes_buffers_rng([model])
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)  # as another thread does

@@ -32,8 +32,8 @@ def test_runs_of_two_threads_at_once_keep_the_buffers(monkeypatch):
     lock, found = ToldLock(), []
     monkeypatch.setattr(rerun, "fork_safe_lock", lambda: lock, raising=False)
     changing, model = rerun.ChangingBuffers(), Slow(nn.BatchNorm1d(2))
-    model.meanwhile = Meanwhile(lambda: found.append(changing.copies(model)), lock)
-    mine = changing.copies(model)
+    model.meanwhile = Meanwhile(lambda: found.append(changing.copy_changing(model)), lock)
+    mine = changing.copy_changing(model)
     model.meanwhile.end()
     assert names(mine) == names(found[0]) == BUFFERS
 
@@ -42,11 +42,11 @@ def test_all_buffers_are_kept_until_a_run_has_ended():
     changing, model = rerun.ChangingBuffers(), nn.Identity()
     model.register_buffer("scale", torch.ones(()))
     model.register_buffer("count", torch.zeros(()))
-    assert names(changing.copies(model)) == ["scale", "count"]
-    assert names(changing.copies(model)) == ["scale", "count"]
+    assert names(changing.copy_changing(model)) == ["scale", "count"]
+    assert names(changing.copy_changing(model)) == ["scale", "count"]
     model.count += 1
-    changing.learn()
-    assert names(changing.copies(model)) == ["count"]
+    changing.find_changed()
+    assert names(changing.copy_changing(model)) == ["count"]
 
 
 # A repeated run counts only as far as its outputs are those of the first run.
@@ -59,8 +59,8 @@ def likeness_of(*sums, measure=probe_sum):
 
 def compared(comparison, *outputs, dtype=torch.float32):
     for count, (path, value) in enumerate(outputs):
-        comparison.compare(path, torch.tensor([value], dtype=dtype), count)
-    comparison.end(set(PATHS))
+        comparison.compare_output(path, torch.tensor([value], dtype=dtype), count)
+    comparison.check_missing_calls(set(PATHS))
     return comparison.difference
 
 
@@ -101,5 +101,5 @@ def test_an_operation_counts_up_to_the_last_value_in_common():
     comparison = likeness_of((1, math.nan), (2, 1.0))
     compared(comparison, ("a", math.nan), ("b", 2.0))
     assert comparison.difference == "b"
-    assert comparison.proves(0)
-    assert not comparison.proves(1)
+    assert comparison.are_equal_until(0)
+    assert not comparison.are_equal_until(1)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline.verbs.shared.model_state import in_eval_mode
-from hookline.verbs.shared.run_model import call, unwrap_lone_tensor
+from hookline.verbs.shared.run_model import call_model, unwrap_lone_tensor
 
 
 class TakesOneDict(nn.Module):
@@ -209,7 +209,7 @@ def test_arguments_that_the_forward_refuses_are_said(inputs, refusal):
             return x * mask
 
     with pytest.raises(TypeError) as caught:
-        call(Masked(), inputs)
+        call_model(Masked(), inputs)
     assert caught.value.__notes__ == [
         f"hookline: the model's forward takes (x, mask), and refuses {refusal}."
         "\nGive its arguments as a tuple, or by name in a dict."
@@ -255,7 +255,7 @@ def test_a_forward_that_has_no_signature_gets_no_advice():
     model = nn.Module()
     model.forward = getattr
     with pytest.raises(TypeError) as caught:
-        call(model, torch.ones(1))
+        call_model(model, torch.ones(1))
     note = "hookline: the model failed in (root) (Module), which got Tensor[1]."
     assert caught.value.__notes__ == [note]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hookline.verbs.shared.model_state import restore_state
+from hookline.verbs.shared.model_state import restore_modes_buffers_rng
 from hookline.verbs.shared.run_settings import RandomStates
 
 
@@ -25,7 +25,7 @@ def test_all_random_states_are_put_back():
             torch.rand((), generator=model.generator).item(),
         ]
 
-    with restore_state([model]):
+    with restore_modes_buffers_rng([model]):
         first = draw()
     assert draw() == first
 

@@ -11,7 +11,7 @@ from hookline.engine import gather_full
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError
 from hookline.verbs.anatomy.identities import relative_error, tolerance
-from hookline.verbs.shared.run_model import call, copied
+from hookline.verbs.shared.run_model import call_model, copy_inputs
 
 # Ranks sum in another order, and each layer adds to the difference. Other code is off by far more.
 _CLOSE = 1e-3
@@ -38,7 +38,7 @@ def run_output(model: nn.Module, inputs: Any) -> dict[tree.Leaf, Tensor]:
     """Run a model, and return the floating tensors of its output by leaf; DTensors are gathered."""
     return {
         leaf: gather_full(tensor).detach()
-        for leaf, tensor in tree.tensors(call(model, copied(inputs)))
+        for leaf, tensor in tree.tensors(call_model(model, copy_inputs(inputs)))
         if tensor.is_floating_point() and tensor.numel()
     }
 

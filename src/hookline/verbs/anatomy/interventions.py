@@ -27,7 +27,7 @@ from hookline.verbs.anatomy.parts import (
 from hookline.verbs.anatomy.trace import Trace
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.record.features import features
-from hookline.verbs.shared.run_model import copied
+from hookline.verbs.shared.run_model import copy_inputs
 
 _Numbers = Callable[[str], Tensor]  # what a site gets
 
@@ -102,7 +102,7 @@ class Interventions:
         values = {site: new_stream(site) for site in self._reads}
         values |= {site: new_mixed(site) for site in self._mixed}
         with edit(self._model, {site: _make_replacement(value) for site, value in values.items()}):
-            return features(self._model, copied(self._inputs), self._terms, copy=True)
+            return features(self._model, copy_inputs(self._inputs), self._terms, copy=True)
 
     def _unchanged_value(self, site: str) -> Tensor:
         return self._undisturbed[site]

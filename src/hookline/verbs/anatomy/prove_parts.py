@@ -31,7 +31,7 @@ from hookline.verbs.anatomy.parts import claim_stream_identities, name_stream_an
 from hookline.verbs.anatomy.stacks import Stack, find_stacks
 from hookline.verbs.anatomy.trace import Trace
 from hookline.verbs.record.record import record
-from hookline.verbs.shared.run_model import call, copied
+from hookline.verbs.shared.run_model import call_model, copy_inputs
 
 
 def find_and_prove_parts(model: nn.Module, trace: Trace, inputs: Sequence[Any]) -> list[Stack]:
@@ -138,7 +138,7 @@ def _record_values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[
     """Record the values of sites, or why they have none; attention by name may be unknown."""
     try:
         with record(model, sites, copy=True) as run:
-            call(model, copied(inputs))
+            call_model(model, copy_inputs(inputs))
     except AttachError as error:
         others = [site for site in sites if site.rpartition("@")[2] not in PARTS]
         if len(others) == len(sites):

@@ -26,8 +26,8 @@ from hookline.engine import (
 )
 from hookline.engine.function_names import functions_by_name, selector_name
 from hookline.engine.pytree import tree
-from hookline.verbs.shared.model_state import version
-from hookline.verbs.shared.run_model import call, copied
+from hookline.verbs.shared.model_state import tensor_version
+from hookline.verbs.shared.run_model import call_model, copy_inputs
 
 SUMS = {"add", "add_", "iadd", "radd"}
 SCALES = {"mul", "mul_", "imul", "rmul", "div", "div_", "idiv", "true_divide", "rdiv"}
@@ -140,7 +140,7 @@ class Trace(TorchFunctionMode):
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return the value that a tensor holds now."""
-        key = id(tensor), version(tensor)
+        key = id(tensor), tensor_version(tensor)
         value = self._values.get(key)
         if value is None:
             writer = self._writers.get(_memory_id(tensor))
@@ -156,7 +156,7 @@ class Trace(TorchFunctionMode):
         weight = self._weights.get(id(tensor))
         numbers = tensor.detach().clone() if weight is None else tensor.detach()
         value = Value(numbers, is_constant=weight is not None, weight=weight)
-        self._values[id(tensor), version(tensor)] = value
+        self._values[id(tensor), tensor_version(tensor)] = value
         self._alive.append(tensor)  # no other tensor gets its id
         return value
 
@@ -172,9 +172,9 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         inputs = [self.value_of(tensor) for tensor in given]
         arguments = _map_nested(self._value_if_tensor, (args, kwargs))
-        versions = [version(tensor) for tensor in given]
+        versions = [tensor_version(tensor) for tensor in given]
         result = func(*args, **kwargs)
-        written = [t for t, v in zip(given, versions, strict=True) if version(t) != v]
+        written = [t for t, v in zip(given, versions, strict=True) if tensor_version(t) != v]
         made = [(leaf, t) for leaf, t in tree.tensors(result) if not is_wrapped(t)]
         if made or written:
             event = self._add_event(func, inputs, made, written)
@@ -193,7 +193,7 @@ class Trace(TorchFunctionMode):
         targets = {id(tensor): (leaf, tensor) for leaf, tensor in made}
         targets.update({id(t): ((), t) for t in written if id(t) not in targets})
         for leaf, tensor in targets.values():
-            value = self._values.get((id(tensor), version(tensor)))
+            value = self._values.get((id(tensor), tensor_version(tensor)))
             if value is None:
                 value = self._new_value(tensor)
                 value.maker, value.is_constant = event, is_constant
@@ -362,5 +362,5 @@ def trace_model(model: nn.Module, inputs: Any) -> Trace:
     with line:
         line.attach_taps(line.select(None, ("input", "output")), trace.make_callback, Order.RECORD)
         with trace:
-            call(model, copied(inputs))
+            call_model(model, copy_inputs(inputs))
     return trace

@@ -36,7 +36,7 @@ from hookline.verbs.cam.spatial_layers import (
 from hookline.verbs.cam.targets import ClassTarget, Goal, resolve_target
 from hookline.verbs.shared.model_state import eval_without_side_effects
 from hookline.verbs.shared.refused_weights import explain_inference_weights, refuse_meta_tensors
-from hookline.verbs.shared.run_model import call, unwrap_lone_tensor
+from hookline.verbs.shared.run_model import call_model, unwrap_lone_tensor
 
 # Scores of two runs that repeat themselves may differ by this part of the greatest one: kernels of
 # GPUs add up in any order, in half precision too.
@@ -216,7 +216,7 @@ class _CamRunner:
                 return tensor.clone()
             return tensor[rows].repeat(len(images), *[1] * (tensor.dim() - 1))
 
-        return call(self._model, tree.map_tensors(replaced, self._inputs))
+        return call_model(self._model, tree.map_tensors(replaced, self._inputs))
 
     def _find_last_layer(self) -> Site:
         images = self._images_with_grad()

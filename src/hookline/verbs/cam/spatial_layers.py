@@ -18,7 +18,7 @@ from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import InputError, NotRecordedError, SelectionError
 from hookline.recordings import Recording
 from hookline.recordings.feature_maps import Channels, Grid, Size, channels_of, find_grid
-from hookline.verbs.record.keep import checked
+from hookline.verbs.record.keep import check_keep_options
 from hookline.verbs.record.record import RecordLine, start_recording
 
 Reshape = Callable[[Tensor], Tensor]
@@ -65,7 +65,7 @@ def recording_line(
     whole = module_tree(model)
     nodes = {node.path: node for node in whole.nodes}
     places = [(replace(site, port=port), nodes[site.path]) for site in sites for port in ports]
-    options = checked({"copy": True, "keep": keep})
+    options = check_keep_options({"copy": True, "keep": keep})
     line = Line(model, name="cam")
     recorder = start_recording(line, Selection(whole, places), ports, options)
     line.options.quiet = True

@@ -39,7 +39,7 @@ from hookline.verbs.check.nonfinite_origins import measure
 from hookline.verbs.check.pending_findings import CheckedModel, Outcome, finding_of_tensor
 from hookline.verbs.check.replay import RUN, CheckedRun, RepeatedBackward, Replay
 from hookline.verbs.check.unusual_outputs import warn_of_missing_gradients
-from hookline.verbs.shared.model_state import version
+from hookline.verbs.shared.model_state import tensor_version
 
 # A backward that raises never ends here, so the oldest is forgotten.
 _MOST_BACKWARDS = 16
@@ -483,7 +483,7 @@ class _GradientSnapshot:
 
 
 def _local_version(grad: Tensor) -> int | None:
-    return version(grad if type(grad) is Tensor else local_part(grad))
+    return tensor_version(grad if type(grad) is Tensor else local_part(grad))
 
 
 @final

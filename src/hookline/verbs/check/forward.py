@@ -191,7 +191,7 @@ class ForwardChecks:
             current.opened[_EXTREMES] = []
             if run.start is not None:
                 self._changing.copies_inputs |= run.start.are_inputs_overwritten()
-                self._changing.learn()
+                self._changing.find_changed()
             current.log = []
             current.log_entry = current.log.append
             run.output = None

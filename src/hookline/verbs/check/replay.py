@@ -48,8 +48,8 @@ from hookline.verbs.check.nonfinite_origins import (
     measure,
 )
 from hookline.verbs.check.replay_file import SavedCall
-from hookline.verbs.shared.gradients import gradients
-from hookline.verbs.shared.model_state import restore_state, version
+from hookline.verbs.shared.gradients import compute_gradients
+from hookline.verbs.shared.model_state import restore_modes_buffers_rng, tensor_version
 from hookline.verbs.shared.rerun import ChangingBuffers, RunComparison, RunStart, Sums
 from hookline.verbs.shared.root_call import root_call
 
@@ -132,7 +132,7 @@ class ModuleCall:
 
 def _argument_versions(args: Any, kwargs: Any) -> list[int | None]:
     values = (*args, *kwargs.values())
-    return [version(tensor) for value in values for tensor in _tensors_in(value)]
+    return [tensor_version(tensor) for value in values for tensor in _tensors_in(value)]
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
@@ -194,7 +194,7 @@ class Replay:
             with force_eager(), anomaly, self._names, self._origins:
                 self.output = self._root(*args, **kwargs)
             self._find_output_origin()
-        self.comparison.end({call.node.path for call in self.calls})
+        self.comparison.check_missing_calls({call.node.path for call in self.calls})
 
     def _without_graph(self, tensor: Tensor) -> Tensor:
         """Return an input without the graph that made it: that may be freed, or another run's."""
@@ -233,13 +233,13 @@ class Replay:
         self._is_backward = True
         with (
             treat_runs_as_recomputation(self._passes),
-            restore_state(list(self._root.modules())),
+            restore_modes_buffers_rng(list(self._root.modules())),
             self._recording_calls(),
             torch.autograd.set_detect_anomaly(True, check_nan=False),
             self._origins,
         ):
             outputs, output_grads = zip(*pairs, strict=True)
-            grads = gradients(outputs, leaves, output_grads)
+            grads = compute_gradients(outputs, leaves, output_grads)
         marks = [None if grad is None else self._origins.mark_of(grad) for grad in grads]
         origins = [mark.origin for mark in marks if mark is not None and mark.origin is not None]
         marks_of_weights = zip(weights, marks, strict=False)
@@ -255,7 +255,7 @@ class Replay:
         return [
             origin for origin in origins
             if origin is not None and origin not in self.masks
-            and self.comparison.proves(origin.number)
+            and self.comparison.are_equal_until(origin.number)
         ]  # fmt: skip
 
     @property
@@ -305,10 +305,10 @@ class Replay:
 
     def _compare_output(self, path: str, output: Any, *, is_new: bool) -> None:
         if is_new:
-            self.comparison.skip(path)
+            self.comparison.skip_output(path)
             return
         with without_modes():
-            self.comparison.compare(path, output, self._origins.count)
+            self.comparison.compare_output(path, output, self._origins.count)
 
     def _name_weights_and_inputs(self, args: Any, kwargs: Any) -> None:
         for kind, path, tensor in named_parameters_and_buffers(self._nodes):

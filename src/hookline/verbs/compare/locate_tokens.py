@@ -155,7 +155,7 @@ class _Reader:
     def _token_grid(self, stream: _Stream, rows: Tensor | None) -> Grid:
         past = stream.n_past_tokens(self._before.get(stream.prefix))
         before = self._before.get(stream.prefix) if past else None
-        starts, is_present = stream.tokens.starts, stream.tokens.is_present
+        starts, is_present = stream.tokens.is_start, stream.tokens.is_present
         if before is None:
             owner = self._number_sequences(starts, rows)
         elif bool(starts[:, 1:].any()):

@@ -26,11 +26,16 @@ from hookline.verbs.compare.noise_floor import Floor, eps_of
 from hookline.verbs.compare.pair_by_name import Names, Pairing, pair_entries
 from hookline.verbs.compare.read_sides import Entry, Side
 from hookline.verbs.compare.setup_findings import find_unpaired
-from hookline.verbs.shared.casting import cast_dtype, cast_model
+from hookline.verbs.shared.casting import cast_model, dtype_after_cast
 from hookline.verbs.shared.failing_module import hookline_notes
 from hookline.verbs.shared.model_state import eval_without_side_effects
 from hookline.verbs.shared.refused_weights import refuse_meta_tensors
-from hookline.verbs.shared.run_model import Inputs, call, check_arguments, unwrap_lone_tensor
+from hookline.verbs.shared.run_model import (
+    Inputs,
+    call_model,
+    refuse_function_or_iterator,
+    unwrap_lone_tensor,
+)
 
 # The floor of a local error, in eps times the square root of the number of modules inside. Clean
 # modules of twelve models were off by at most 2.4.
@@ -124,7 +129,7 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
     """
     require_model(a, "hl.shadow(a, b, inputs)")
     require_model(b, "hl.shadow(a, b, inputs)")
-    check_arguments(inputs, "both models")
+    refuse_function_or_iterator(inputs, "both models")
     refuse_meta_tensors("hl.shadow", a, inputs)
     refuse_meta_tensors("hl.shadow", b, inputs)
     inputs = unwrap_lone_tensor(a, inputs)
@@ -358,7 +363,7 @@ def _computed_dtypes(model: nn.Module) -> list[torch.dtype]:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Return copies of a value's tensors, the floating ones in a dtype."""
     return tree.map_tensors(
-        lambda tensor: tensor.detach().to(cast_dtype(tensor, dtype), copy=True), value
+        lambda tensor: tensor.detach().to(dtype_after_cast(tensor, dtype), copy=True), value
     )
 
 
@@ -389,5 +394,5 @@ def _run(model: nn.Module, inputs: Any) -> Calls:
     with eval_without_side_effects(model), line:
         line.forward_pre(lambda path, module: True, begin, with_kwargs=True)
         line.forward(lambda path, module: True, end)
-        call(model, inputs)
+        call_model(model, inputs)
     return calls

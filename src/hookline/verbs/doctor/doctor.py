@@ -35,9 +35,9 @@ from hookline.verbs.doctor.notes import environment, notes
 from hookline.verbs.doctor.observe import Observations, WeightUses, observe_calls
 from hookline.verbs.doctor.trial_run import run_with_hooks
 from hookline.verbs.shared.model_state import restore_after_run
-from hookline.verbs.shared.ports_of_selections import refuse_other_ports
+from hookline.verbs.shared.refused_ports import refuse_ignored_ports
 from hookline.verbs.shared.refused_weights import first_lazy_name
-from hookline.verbs.shared.run_model import Inputs, call, copied, unwrap_lone_tensor
+from hookline.verbs.shared.run_model import Inputs, call_model, copy_inputs, unwrap_lone_tensor
 
 
 def doctor(
@@ -88,7 +88,7 @@ def doctor(
     require_model(model, "hl.doctor(model, x)")
     while isinstance(model, DistributedDataParallel):
         model = model.module  # a call of the wrapper would wait for the other processes
-    refuse_other_ports(ports, selector)
+    refuse_ignored_ports(ports, selector)
     line = Line(model, name="doctor")
     places, holders = _sites_and_containers(line, selector, check_ports(ports))
     facts = Facts(line.nodes, is_training=model.training)
@@ -233,4 +233,4 @@ def _observe(
 def _call_silently(model: nn.Module, inputs: Any) -> None:
     # The hooked run raises the same error and reports it.
     with contextlib.suppress(Exception):
-        call(model, copied(inputs))
+        call_model(model, copy_inputs(inputs))

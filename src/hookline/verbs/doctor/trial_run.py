@@ -38,9 +38,9 @@ from hookline.errors import HooklineError
 from hookline.verbs.doctor.diagnosis import Note
 from hookline.verbs.doctor.observe import foreign_hooks
 from hookline.verbs.shared.failing_module import failure_text
-from hookline.verbs.shared.gradients import ReentrantError, gradients, leaves_and_reentrancy
+from hookline.verbs.shared.gradients import ReentrantError, compute_gradients, leaves_and_reentrancy
 from hookline.verbs.shared.model_state import restore_after_run
-from hookline.verbs.shared.run_model import call, copied
+from hookline.verbs.shared.run_model import call_model, copy_inputs
 
 _VIEW_OF_A_HOOK = re.compile(r"BackwardHookFunction\w* is a view and is being modified")
 
@@ -182,7 +182,7 @@ def _run(
 def _run_forward_backward(model: nn.Module, inputs: Any, line: Line, run: TrialRun) -> None:
     """Run forward, and backward if a gradient site is selected; note an error of the model."""
     try:
-        output = call(model, copied(inputs))
+        output = call_model(model, copy_inputs(inputs))
         run.fired = dict(line.report().fired)
         if any(site.is_gradient for site in run.fired):
             _backward(model, output, run)
@@ -262,7 +262,7 @@ def _backward(model: nn.Module, output: Any, run: TrialRun) -> None:
         return
     _, run.is_reentrant = leaves_and_reentrancy([loss])
     try:
-        gradients([loss])
+        compute_gradients([loss])
     except ReentrantError as error:
         run.no_backward = str(error)
     else:

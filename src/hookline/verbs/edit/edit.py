@@ -32,7 +32,7 @@ from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit import edits
 from hookline.verbs.edit.indices import parse_indices
 from hookline.verbs.edit.steps_and_tokens import EditLimits, SiteEditLimits
-from hookline.verbs.shared.ports_of_selections import refuse_other_ports
+from hookline.verbs.shared.refused_ports import refuse_ignored_ports
 
 
 def edit(
@@ -133,7 +133,7 @@ def edit(
     line.options.lenient = any(which is None for which, _ in changes)
     line.originals.consequence = _CONSEQUENCE
     for which, _ in changes:
-        refuse_other_ports(ports, which)
+        refuse_ignored_ports(ports, which)
     selected = [(line.select(which, ports_for(model, ports)), edit) for which, edit in changes]
     if limits.is_limited:
         _refuse_parameters(selection for selection, _ in selected)

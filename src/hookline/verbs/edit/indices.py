@@ -76,7 +76,7 @@ class Indices:
         """Tell whether a step is chosen, and note that it has occurred."""
         return bool(self.match_tokens(*torch.tensor([step, step + 1], device="cpu")))
 
-    def missing(self) -> str:
+    def unmet_text(self) -> str:
         """Write the numbers that have not occurred; an empty text if there are none."""
         if not self._missing:
             return ""

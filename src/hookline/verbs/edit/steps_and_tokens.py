@@ -27,7 +27,7 @@ from hookline.verbs.edit.tokens import (
     read_tokens,
     tokens_by_column,
 )
-from hookline.verbs.shared.enclosing_generate import Chunk, is_assisted, prefill_chunk
+from hookline.verbs.shared.enclosing_generate import PromptChunk, is_assisted, prefill_chunk
 from hookline.verbs.shared.root_call import root_call
 from hookline.verbs.shared.token_inputs import find_cache, n_cached_tokens
 
@@ -113,7 +113,7 @@ class EditLimits:
     def begin_pass(self, current: Pass, frame: FrameType) -> None:
         """Note what the root is called with, when a pass begins."""
         root = self._root()
-        chunk = self._prompt_chunk(frame) if self._refused else Chunk()
+        chunk = self._prompt_chunk(frame) if self._refused else PromptChunk()
         call = None if root is None else root_call(frame, root)
         inputs: dict[str, Any] = {}
         if call is not None:
@@ -139,7 +139,7 @@ class EditLimits:
             self._choose_tokens(self.at, edited)
             current.at_end.append(self._reset_compiled_tokens)
 
-    def _prompt_chunk(self, frame: FrameType) -> Chunk:
+    def _prompt_chunk(self, frame: FrameType) -> PromptChunk:
         """Return which chunk of the prompt a run has.
 
         Raises:
@@ -154,7 +154,7 @@ class EditLimits:
             )
         return prefill_chunk(frame)
 
-    def _next_pass_and_step(self, chunk: Chunk, *, is_prompt: bool) -> tuple[int, int]:
+    def _next_pass_and_step(self, chunk: PromptChunk, *, is_prompt: bool) -> tuple[int, int]:
         """Return the number and the step of a pass that begins; chunks of a prompt are one step."""
         if self._thread.latest is None:
             return 0, 0
@@ -204,7 +204,9 @@ class EditLimits:
         """Say which of the chosen numbers have not occurred; None if all have."""
         at = self.at if self._is_noted else None
         steps = None if self._thread.latest is None else self.steps
-        texts = [text for given in (at, steps) if given is not None and (text := given.missing())]
+        texts = [
+            text for given in (at, steps) if given is not None and (text := given.unmet_text())
+        ]
         if not texts:
             return None
         return (

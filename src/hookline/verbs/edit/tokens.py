@@ -167,7 +167,7 @@ def _positions_and_lengths(given: TokenInputs) -> tuple[Tensor, Tensor]:
     Several sequences may be packed into one row.
     """
     n_rows, n_tokens = given.shape
-    is_present, starts = given.is_present, given.starts
+    is_present, starts = given.is_present, given.is_start
     positions = given.position_ids
     if positions is None:
         shape = n_rows, (given.n_cached or 0) + n_tokens

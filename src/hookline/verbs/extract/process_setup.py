@@ -20,9 +20,9 @@ from hookline.errors import InputError, check_positive_int, warn
 from hookline.verbs.extract.padding_check import PaddingCheck
 from hookline.verbs.extract.worker import Worker
 from hookline.verbs.record.float32_reductions import call_in_float32
-from hookline.verbs.record.keep import Keep
+from hookline.verbs.record.keep import KeepOptions
+from hookline.verbs.record.model_state_tracker import ModelStateTracker
 from hookline.verbs.record.run_to_last_site import PartialForward
-from hookline.verbs.record.track_model_state import KeptState
 from hookline.verbs.shared.model_state import in_eval_mode
 
 _MOST_NAMED = 3
@@ -89,11 +89,11 @@ class ProcessSetup:
         keep, dtype = options.get("keep"), options.get("dtype")
         is_split = sharding_kind(self.model) == "split"
         check = PaddingCheck(None if is_split else keep)
-        keeping: Keep = {"copy": True}
+        keeping: KeepOptions = {"copy": True}
         if not is_split:
             keeping = {"keep": check.watched_keep(), "dtype": dtype, "copy": True}
         # Weights that are sharded change as they are gathered.
-        state = None if sharding_kind(self.model) else KeptState(self.model)
+        state = None if sharding_kind(self.model) else ModelStateTracker(self.model)
         is_eval = options.get("eval", True)
         # The block begins at once: an error in between would leave hooks on the model.
         with (
@@ -104,7 +104,7 @@ class ProcessSetup:
             mask = MaskOption(options.get("mask", DEFAULT_MASK), "mask" in options)
             gather = partial(_gather_and_keep, keep, dtype) if is_split else None
             yield Worker(runner, self.source, options.get("inputs"), mask, check, gather)
-        changed = runner.changing or (state.changed() if state else [])
+        changed = runner.changing or (state.changed_names() if state else [])
         if changed:
             remedy = (
                 "Extract in one process, without an interruption, or reset it before each batch."

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hookline.display.text import plural
 from hookline.engine import is_exported
 from hookline.engine.pytree import tree
-from hookline.verbs.shared.casting import cast_dtype
-from hookline.verbs.shared.run_model import arguments_of, signature_of
+from hookline.verbs.shared.casting import dtype_after_cast
+from hookline.verbs.shared.run_model import args_and_kwargs, signature_of
 
 IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 DECODED = "decoder_input_ids"
@@ -26,7 +26,7 @@ _MOST_POSITIONS = ("max_position_embeddings", "n_positions")
 Side = Literal["left", "right"]
 
 
-class NotApplicable(Exception):
+class CheckNotApplicable(Exception):
     """A check cannot be made of this model and batch; the text says why."""
 
 
@@ -60,7 +60,7 @@ class Batch:
         values = list(itertools.chain(self.args, self.named.values()))
         first = next((value for value in values if any(tree.tensors(value))), None)
         if not isinstance(first, Tensor) or not first.ndim:
-            raise NotApplicable("the first argument must be a tensor with rows")
+            raise CheckNotApplicable("the first argument must be a tensor with rows")
         return len(first)
 
     def require_several_rows(self) -> int:
@@ -70,7 +70,9 @@ class Batch:
             NotApplicable: there is one row, or the inputs do not tell.
         """
         if self.n_rows < 2:
-            raise NotApplicable(f"the batch has {plural(self.n_rows, 'row')}: give two or more")
+            raise CheckNotApplicable(
+                f"the batch has {plural(self.n_rows, 'row')}: give two or more"
+            )
         return self.n_rows
 
     def select_rows(self, numbers: Sequence[int]) -> Batch:
@@ -84,10 +86,10 @@ class Batch:
         def pick(tensor: Tensor) -> Tensor:
             shape = tuple(tensor.shape)
             if shape == (n_rows, n_rows) or (len(shape) > 2 and shape[0] != n_rows == shape[1]):
-                raise NotApplicable(f"the rows of an argument of shape {shape} are not known")
+                raise CheckNotApplicable(f"the rows of an argument of shape {shape} are not known")
             return tensor[list(numbers)] if shape and shape[0] == n_rows else tensor
 
-        return self._mapped(lambda value: tree.map_tensors(pick, value))
+        return self._map_arguments(lambda value: tree.map_tensors(pick, value))
 
     def with_other_rows_changed(self) -> Batch:
         """Return the arguments with other contents in each row but the first, and one row more.
@@ -120,7 +122,7 @@ class Batch:
             NotApplicable: the model is given no ids of tokens.
         """
         if not self.ids:
-            raise NotApplicable("the inputs must be ids of tokens")
+            raise CheckNotApplicable("the inputs must be ids of tokens")
         return int(self.named[self.ids].shape[1])
 
     @property
@@ -146,7 +148,7 @@ class Batch:
         if not isinstance(mask, Tensor):
             return torch.ones_like(ids)
         if mask.shape != ids.shape:
-            raise NotApplicable(f"the {MASK} must have the shape of the ids to be padded")
+            raise CheckNotApplicable(f"the {MASK} must have the shape of the ids to be padded")
         return mask
 
     def padded(self, side: Side, *, has_positions: bool = False) -> Batch:
@@ -157,12 +159,12 @@ class Batch:
         """
         n_tokens = self.n_tokens
         if MASK not in self.accepted:
-            raise NotApplicable(f"the forward takes no {MASK}")
+            raise CheckNotApplicable(f"the forward takes no {MASK}")
         if has_positions and POSITIONS not in self.accepted:
-            raise NotApplicable(f"the forward takes no {POSITIONS}")
+            raise CheckNotApplicable(f"the forward takes no {POSITIONS}")
         n_free = _N_PADDED if self.n_positions is None else self.n_positions - n_tokens
         if n_free < 1:
-            raise NotApplicable(f"the model has no positions for more than {n_tokens} tokens")
+            raise CheckNotApplicable(f"the model has no positions for more than {n_tokens} tokens")
         fills = {self.ids: self.pad_id or 0, "labels": _IGNORED_LABEL}
         added: dict[str, Any] = {MASK: self.mask}
         if has_positions and POSITIONS not in self.named:
@@ -179,11 +181,11 @@ class Batch:
         named = {name: pad(name, value) for name, value in {**self.named, **added}.items()}
         return replace(self, named=named)
 
-    def with_named(self, **named: Any) -> Batch:
+    def with_arguments(self, **named: Any) -> Batch:
         """Return the arguments with others beside them."""
         return replace(self, named={**self.named, **named})
 
-    def without(self, name: str) -> Batch:
+    def without_argument(self, name: str) -> Batch:
         """Return the arguments but for one."""
         return replace(self, named={key: part for key, part in self.named.items() if key != name})
 
@@ -191,10 +193,10 @@ class Batch:
         """Return the arguments with a mask: that which is given, or else by the id of padding."""
         ids: Tensor = self.named[self.ids]
         if isinstance(self.named.get(MASK), Tensor) or self.pad_id is None:
-            return self.with_named(**{MASK: self.mask})
+            return self.with_arguments(**{MASK: self.mask})
         is_other = (ids != self.pad_id).long()
         is_real = (is_other.cumsum(1) > 0) & (is_other.flip(1).cumsum(1).flip(1) > 0)
-        return self.with_named(**{MASK: is_real.long()})
+        return self.with_arguments(**{MASK: is_real.long()})
 
     def unpadded_rows(self) -> Iterator[Batch]:
         """Yield each padded row alone, without its padding.
@@ -210,7 +212,7 @@ class Batch:
         ]
         padded = [(row, start, end) for row, start, end in rows if end - start < n_tokens]
         if not padded:
-            raise NotApplicable("no row is padded")
+            raise CheckNotApplicable("no row is padded")
         for row, start, end in padded:
             yield self.select_rows([row]).cut_tokens(start, end)
 
@@ -222,7 +224,7 @@ class Batch:
             is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == shape
             return value[:, start:end] if is_of_tokens else value
 
-        return self._mapped(part)
+        return self._map_arguments(part)
 
     def token_inputs(self) -> dict[str, Any] | None:
         """Return what tells `hl.compare` the tokens; None for inputs without ids."""
@@ -239,21 +241,21 @@ class Batch:
         def move(tensor: Tensor) -> Tensor:
             if isinstance(target, torch.device):
                 return tensor.to(target)
-            return tensor.to(cast_dtype(tensor, target))
+            return tensor.to(dtype_after_cast(tensor, target))
 
-        return self._mapped(lambda value: tree.map_tensors(move, value))
+        return self._map_arguments(lambda value: tree.map_tensors(move, value))
 
-    def _mapped(self, change: Callable[[Any], Any]) -> Batch:
+    def _map_arguments(self, change: Callable[[Any], Any]) -> Batch:
         named = {name: change(value) for name, value in self.named.items()}
         return replace(self, args=tuple(map(change, self.args)), named=named)
 
 
 def batch_from_inputs(model: nn.Module, inputs: Any) -> Batch:
     """Return the arguments that inputs give to a model."""
-    args, kwargs = arguments_of(inputs)
+    args, kwargs = args_and_kwargs(inputs)
     signature = signature_of(model)
     # A program of torch.export takes arguments as it was exported with them.
-    named = {} if is_exported(model) else _by_name(signature, args)
+    named = {} if is_exported(model) else _name_positional_arguments(signature, args)
     if named:
         args, kwargs = (), named
     config = getattr(model, "config", None)
@@ -262,14 +264,16 @@ def batch_from_inputs(model: nn.Module, inputs: Any) -> Batch:
     return Batch(
         args,
         kwargs,
-        _name_of_ids(kwargs),
+        _token_ids_name(kwargs),
         frozenset() if signature is None else frozenset(signature.parameters),
         pad_id if type(pad_id) is int else None,
         next((number for number in most if type(number) is int), None),
     )
 
 
-def _by_name(signature: Signature | None, args: tuple[Any, ...]) -> dict[str, Any]:
+def _name_positional_arguments(
+    signature: Signature | None, args: tuple[Any, ...]
+) -> dict[str, Any]:
     """Return positional arguments by name; none if some have no name."""
     parameters = {} if signature is None else signature.parameters
     kinds = {parameter.kind for parameter in parameters.values()}
@@ -279,7 +283,7 @@ def _by_name(signature: Signature | None, args: tuple[Any, ...]) -> dict[str, An
     return dict(zip(parameters, args, strict=False))
 
 
-def _name_of_ids(named: Mapping[str, Any]) -> str:
+def _token_ids_name(named: Mapping[str, Any]) -> str:
     first = next((name for name, value in named.items() if isinstance(value, Tensor)), "")
     name = IDS if isinstance(named.get(IDS), Tensor) else first
     value = named.get(name)

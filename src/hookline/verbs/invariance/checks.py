@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hookline.display.text import first_line, plural
 from hookline.engine import is_compiled
-from hookline.verbs.invariance.batch import DECODED, IDS, MASK, POSITIONS, NotApplicable, Side
+from hookline.verbs.invariance.batch import DECODED, IDS, MASK, POSITIONS, CheckNotApplicable, Side
 from hookline.verbs.invariance.trials import Run, Trials
-from hookline.verbs.shared.run_model import call, copied
+from hookline.verbs.shared.run_model import call_model, copy_inputs
 from hookline.verbs.shared.run_settings import RandomStates, generators_of
 from hookline.verbs.shared.token_inputs import CACHES
 
@@ -26,47 +26,47 @@ BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 def run_twice(trials: Trials) -> Pair:
     """Run the batch once more after a first run."""
-    return trials.run(trials.batch, before=partial(_run_unrecorded, trials)), trials.base
+    return trials.run(trials.batch, before=partial(_run_without_recording, trials)), trials.base_run
 
 
-def _run_unrecorded(trials: Trials) -> None:
-    call(trials.model, copied(trials.batch.inputs))
+def _run_without_recording(trials: Trials) -> None:
+    call_model(trials.model, copy_inputs(trials.batch.inputs))
 
 
 def run_restoring_rng(trials: Trials) -> None:
     """Run the batch, and put the random numbers back."""
     states = RandomStates(generators_of(trials.model.modules()))
-    _run_unrecorded(trials)
+    _run_without_recording(trials)
     states.restore()
 
 
-def rows_alone(trials: Trials) -> Pair:
+def run_rows_alone(trials: Trials) -> Pair:
     """Run each row alone, up to four, and the last."""
     n_rows = trials.batch.require_several_rows()
     rows = sorted({*range(min(n_rows, _MOST_ALONE - 1)), n_rows - 1})
-    return trials.run(*(trials.batch.select_rows([row]) for row in rows)), trials.base
+    return trials.run(*(trials.batch.select_rows([row]) for row in rows)), trials.base_run
 
 
-def rows_reversed(trials: Trials) -> Pair:
+def run_rows_reversed(trials: Trials) -> Pair:
     """Run the rows in reverse order."""
     rows = range(trials.batch.require_several_rows())
-    return trials.run(trials.batch.select_rows(rows[::-1])), trials.base
+    return trials.run(trials.batch.select_rows(rows[::-1])), trials.base_run
 
 
-def padded(side: Side, trials: Trials, *, has_positions: bool = False) -> Pair:
+def run_padded(side: Side, trials: Trials, *, has_positions: bool = False) -> Pair:
     """Run the batch with three more tokens of padding."""
     if side == "left" and POSITIONS in trials.batch.named and not has_positions:
-        raise NotApplicable(f"{POSITIONS} are given")
-    return trials.run(trials.batch.padded(side, has_positions=has_positions)), trials.base
+        raise CheckNotApplicable(f"{POSITIONS} are given")
+    return trials.run(trials.batch.padded(side, has_positions=has_positions)), trials.base_run
 
 
-def without_padding(trials: Trials) -> Pair:
+def run_without_padding(trials: Trials) -> Pair:
     """Run each padded row alone, without its padding."""
     rows = list(trials.batch.unpadded_rows())[:_MOST_ALONE]
     return trials.run(*rows), trials.run(trials.batch, tokens=trials.batch.with_mask())
 
 
-def in_chunks(trials: Trials) -> Pair:
+def run_in_chunks(trials: Trials) -> Pair:
     """Run the first half of the tokens, then the second with the cache of the first."""
     batch = trials.batch.with_decoder_ids
     half = batch.n_tokens // 2
@@ -74,37 +74,43 @@ def in_chunks(trials: Trials) -> Pair:
     keys = [*filter(batch.named.__contains__, CACHES), *filter(batch.accepted.__contains__, CACHES)]
     name = next(iter(keys), "")
     if not name or "use_cache" not in batch.accepted:
-        raise NotApplicable(f"the forward takes no {CACHES[-1]}")
+        raise CheckNotApplicable(f"the forward takes no {CACHES[-1]}")
     if not half:
-        raise NotApplicable("the rows have one token")
+        raise CheckNotApplicable("the rows have one token")
     parts = [
-        part.with_named(use_cache=True)
+        part.with_arguments(use_cache=True)
         for part in (batch.cut_tokens(0, half), batch.cut_tokens(half, batch.n_tokens))
     ]
     tokens = [part.token_inputs() for part in parts] if batch.ids != DECODED else None
     mask = "decoder_attention_mask" if batch.ids == DECODED else MASK
     if isinstance(batch.named.get(mask), Tensor):  # of the tokens in the cache, too
-        parts[1] = parts[1].with_named(**{mask: batch.named[mask]})
+        parts[1] = parts[1].with_arguments(**{mask: batch.named[mask]})
 
     def passes(root: nn.Module) -> None:
-        first = call(root, copied(parts[0].inputs))
+        first = call_model(root, copy_inputs(parts[0].inputs))
         if getattr(first, name, None) is None:
-            raise NotApplicable("the model returns no cache")
+            raise CheckNotApplicable("the model returns no cache")
         more = {name: first[name]}
         if batch.ids == DECODED:
             more |= {"encoder_outputs": (first.encoder_last_hidden_state,)}
-        call(root, parts[1].with_named(**more).without(IDS if batch.ids == DECODED else "").inputs)
+        call_model(
+            root,
+            parts[1]
+            .with_arguments(**more)
+            .without_argument(IDS if batch.ids == DECODED else "")
+            .inputs,
+        )
 
     recording = trials.record(passes)
-    return Run(recording, tokens, given="(root):output.encoder_"), trials.base
+    return Run(recording, tokens, given="(root):output.encoder_"), trials.base_run
 
 
-def after_training_pass(trials: Trials) -> Pair:
+def run_after_training_pass(trials: Trials) -> Pair:
     """Run the batch after a pass in training mode, with batch norm's statistics put back."""
-    return trials.run(trials.batch, before=partial(_run_in_training_mode, trials)), trials.base
+    return trials.run(trials.batch, before=partial(_run_training_pass, trials)), trials.base_run
 
 
-def _run_in_training_mode(trials: Trials) -> None:
+def _run_training_pass(trials: Trials) -> None:
     modules = list(trials.model.modules())
     modes = [module.training for module in modules]
     norms = [module for module in modules if isinstance(module, BATCH_NORM)]
@@ -119,30 +125,30 @@ def _run_in_training_mode(trials: Trials) -> None:
         buffer.copy_(before)
 
 
-def in_training_mode(trials: Trials) -> Pair:
+def run_in_training_mode(trials: Trials) -> Pair:
     """Run the batch in training mode."""
     if trials.model.training:
-        raise NotApplicable("the model is in training mode")
-    return replace(trials, is_training=True).run(trials.batch), trials.base
+        raise CheckNotApplicable("the model is in training mode")
+    return replace(trials, is_training=True).run(trials.batch), trials.base_run
 
 
-def compiled(trials: Trials) -> Pair:
+def run_compiled(trials: Trials) -> Pair:
     """Run the compiled model."""
     if any(map(is_compiled, trials.model.modules())):
-        raise NotApplicable("the model is compiled")
+        raise CheckNotApplicable("the model is compiled")
     model: Any = torch.compile(trials.model, backend=trials.backend)
-    return trials.run(trials.batch, model=model), trials.base
+    return trials.run(trials.batch, model=model), trials.base_run
 
 
-def checkpointed(trials: Trials) -> Pair:
+def run_checkpointed(trials: Trials) -> Pair:
     """Run forward and backward in training mode, with and without activation checkpointing."""
     try:
         base = replace(trials, is_training=True, eval_modules=(), ports=(*trials.ports, "grad"))
-        reference = base.base
-    except NotApplicable:
+        reference = base.base_run
+    except CheckNotApplicable:
         raise
     except Exception as error:
-        raise NotApplicable(f"no backward in training mode: {first_line(error)}") from error
+        raise CheckNotApplicable(f"no backward in training mode: {first_line(error)}") from error
     return base.run(base.batch, before=partial(_checkpoint_blocks, trials.model)), reference
 
 
@@ -157,14 +163,14 @@ def _checkpoint_blocks(model: Any) -> None:
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)()
         return
-    blocks = blocks_of(model)
+    blocks = repeated_blocks(model)
     if not blocks:
-        raise NotApplicable("no blocks: modules of one class in a Sequential or ModuleList")
+        raise CheckNotApplicable("no blocks: modules of one class in a Sequential or ModuleList")
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model: children of one class, with children, of one container."""
     blocks: dict[nn.Module, None] = {}
     for container in model.modules():
@@ -177,49 +183,49 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(blocks)
 
 
-def in_dtype(dtype: torch.dtype, trials: Trials) -> Pair:
+def run_in_dtype(dtype: torch.dtype, trials: Trials) -> Pair:
     """Run a copy in another dtype."""
     dtypes = {tensor.dtype for tensor in trials.model.parameters() if tensor.is_floating_point()}
     if dtypes == {dtype}:
-        raise NotApplicable("the model is in this dtype")
+        raise CheckNotApplicable("the model is in this dtype")
     return _on_copy(trials, dtype)
 
 
-def on_other_device(trials: Trials) -> Pair:
+def run_on_other_device(trials: Trials) -> Pair:
     """Run a copy on another device: on an accelerator, or else on the processor."""
     kinds = {tensor.device.type for tensor in trials.model.parameters()}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        raise NotApplicable("torch finds no accelerator")
+        raise CheckNotApplicable("torch finds no accelerator")
     if len(kinds) > 1:
-        raise NotApplicable(f"the model lies on {plural(len(kinds), 'device')}")
+        raise CheckNotApplicable(f"the model lies on {plural(len(kinds), 'device')}")
     return _on_copy(trials, accelerator if kinds == {"cpu"} else torch.device("cpu"))
 
 
 def _on_copy(trials: Trials, target: torch.dtype | torch.device) -> Pair:
     model, batch = trials.copy_model(target), trials.batch.to(target)
     try:
-        return trials.run(batch, model=model), trials.base
+        return trials.run(batch, model=model), trials.base_run
     except Exception as error:
-        raise NotApplicable(f"the copy raises {first_line(error)}") from error
+        raise CheckNotApplicable(f"the copy raises {first_line(error)}") from error
 
 
 Check = Callable[[Trials], Pair]
 
 CHECKS: dict[str, Check] = {
     "twice": run_twice,
-    "alone": rows_alone,
-    "reordered": rows_reversed,
-    "padded right": partial(padded, "right"),
-    "padded left": partial(padded, "left"),
-    "padded with positions": partial(padded, "left", has_positions=True),
-    "without padding": without_padding,
-    "chunks": in_chunks,
-    "after training": after_training_pass,
-    "training mode": in_training_mode,
-    "compiled": compiled,
-    "checkpointed": checkpointed,
-    "float64": partial(in_dtype, torch.float64),
-    "bfloat16": partial(in_dtype, torch.bfloat16),
-    "other device": on_other_device,
+    "alone": run_rows_alone,
+    "reordered": run_rows_reversed,
+    "padded right": partial(run_padded, "right"),
+    "padded left": partial(run_padded, "left"),
+    "padded with positions": partial(run_padded, "left", has_positions=True),
+    "without padding": run_without_padding,
+    "chunks": run_in_chunks,
+    "after training": run_after_training_pass,
+    "training mode": run_in_training_mode,
+    "compiled": run_compiled,
+    "checkpointed": run_checkpointed,
+    "float64": partial(run_in_dtype, torch.float64),
+    "bfloat16": partial(run_in_dtype, torch.bfloat16),
+    "other device": run_on_other_device,
 }

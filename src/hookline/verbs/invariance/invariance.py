@@ -14,14 +14,20 @@ from hookline.errors import InputError
 from hookline.findings import Finding
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.compare.tf32 import IN_TF32
-from hookline.verbs.invariance.batch import NotApplicable, batch_from_inputs
+from hookline.verbs.invariance.batch import CheckNotApplicable, batch_from_inputs
 from hookline.verbs.invariance.checks import CHECKS
-from hookline.verbs.invariance.reasons import Reason, differs, holds, outputs_of, prove_reason
+from hookline.verbs.invariance.reasons import (
+    Reason,
+    differs,
+    find_proven_reason,
+    holds,
+    output_rows,
+)
 from hookline.verbs.invariance.result import Checked, Invariance, Outcome
 from hookline.verbs.invariance.trials import Trials, compare_runs
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.refused_weights import refuse_lazy_parameters, refuse_meta_tensors
-from hookline.verbs.shared.run_model import Inputs, check_arguments, unwrap_lone_tensor
+from hookline.verbs.shared.run_model import Inputs, refuse_function_or_iterator, unwrap_lone_tensor
 from hookline.verbs.shared.token_inputs import find_cache, n_cached_tokens
 
 _MOST_NAMED = 3
@@ -85,7 +91,7 @@ def invariance(
             the inputs are a function or hold a cache of earlier tokens.
     """
     require_model(model, "hl.invariance(model, inputs)")
-    check_arguments(inputs, "the model")
+    refuse_function_or_iterator(inputs, "the model")
     refuse_lazy_parameters(model)
     refuse_meta_tensors("hl.invariance", model, inputs)
     names = _chosen_checks(only)
@@ -98,7 +104,7 @@ def invariance(
             '\nGive the whole rows without it: the check "chunks" runs them with a cache.'
         )
     if "use_cache" in batch.accepted and "use_cache" not in batch.named:
-        batch = batch.with_named(use_cache=False)  # the cache is no result
+        batch = batch.with_arguments(use_cache=False)  # the cache is no result
     trials = Trials(model, batch, backend)
     rows = list(_run_checks(trials, names))
     odd = [row for row in rows if row.outcome in ("differs", "may differ", "fails")]
@@ -154,52 +160,58 @@ def _run_checks(trials: Trials, names: list[str]) -> Iterator[Checked]:
 
 def _run_check(name: str, trials: Trials) -> tuple[Checked, Reason | None]:
     """Make a check; if it does not hold, find the first site and the reason."""
-    trials.base  # noqa: B018  # an error of the batch as given is the caller's
+    trials.base_run  # noqa: B018  # an error of the batch as given is the caller's
     try:
         runs = CHECKS[name](trials)
-    except NotApplicable as error:
+    except CheckNotApplicable as error:
         return Checked(name, "not applicable", why=str(error)), None
     except Exception as error:  # whatever the user's model raises
-        reason = prove_reason(name, trials, None)
-        return Checked(name, "fails", why=_why_it_fails(trials, error, reason)), reason
+        reason = find_proven_reason(name, trials, None)
+        return Checked(name, "fails", why=_failure_text(trials, error, reason)), reason
     try:
         comparison = compare_runs(*runs)
     except InputError as error:  # no fault of the model: its tokens cannot be told apart
         return Checked(name, "not applicable", why=first_line(error)), None
-    outputs = outputs_of(comparison)
+    outputs = output_rows(comparison)
     if not holds(comparison) and not differs(comparison):
         texts = [f"{row.site}: {row.why}" for row in outputs if row.verdict == "not comparable"]
         why = next(iter(texts), "the model returns no tensor")
         return Checked(name, "not applicable", why=why, comparison=comparison), None
     if holds(comparison):
-        why = _inner_differences(comparison) or _tf32_remark(comparison)
-        return Checked(name, "holds", _largest(outputs), "", None, why, comparison), None
-    reason = prove_reason(name, trials, comparison)
+        why = _inner_differences_text(comparison) or _tf32_remark(comparison)
+        return Checked(
+            name, "holds", _largest_relative_difference(outputs), "", None, why, comparison
+        ), None
+    reason = find_proven_reason(name, trials, comparison)
     outcome: Outcome = "may differ" if reason is not None and reason.is_expected else "differs"
-    located = comparison if outcome == "may differ" else _locate_by_inputs(name, trials, comparison)
+    located = (
+        comparison if outcome == "may differ" else _compare_with_inputs(name, trials, comparison)
+    )
     site = "" if located.first is None else located.first.site
-    why = _first_problem(located) if reason is None else reason.text
-    return Checked(name, outcome, _largest(outputs), site, located.suspect, why, comparison), reason
+    why = _first_non_numeric_difference(located) if reason is None else reason.text
+    return Checked(
+        name, outcome, _largest_relative_difference(outputs), site, located.suspect, why, comparison
+    ), reason
 
 
-def _first_problem(comparison: Comparison) -> str:
+def _first_non_numeric_difference(comparison: Comparison) -> str:
     """Say what differs at the first site where no number tells it, such as NaN."""
     first = comparison.first
     return first.why if first is not None and first.relative is None else ""
 
 
-def _largest(rows: list[ComparedSite]) -> float | None:
+def _largest_relative_difference(rows: list[ComparedSite]) -> float | None:
     return max((row.relative for row in rows if row.relative is not None), default=None)
 
 
-def _why_it_fails(trials: Trials, error: Exception, reason: Reason | None) -> str:
+def _failure_text(trials: Trials, error: Exception, reason: Reason | None) -> str:
     module = find_failing_module(trials.model, error)
     where = "" if module is None else f" in {path_text(module.path)}"
     text = f"{type(error).__name__}{where}: {first_line(error)}"
     return text if reason is None else f"{reason.text}; {text}"
 
 
-def _inner_differences(comparison: Comparison) -> str:
+def _inner_differences_text(comparison: Comparison) -> str:
     """Say that sites inside differ whose differences do not reach the outputs."""
     odd = [row.site for row in comparison if row.verdict == "differs"]
     if not odd:
@@ -209,12 +221,12 @@ def _inner_differences(comparison: Comparison) -> str:
 
 def _tf32_remark(comparison: Comparison) -> str:
     """Say that the outputs agree as far as TF32 goes, if float32 asks for more."""
-    if not any(row.why.endswith(IN_TF32) for row in outputs_of(comparison)):
+    if not any(row.why.endswith(IN_TF32) for row in output_rows(comparison)):
         return ""
     return next((finding.text for finding in comparison.findings if finding.kind == "floor"), "")
 
 
-def _locate_by_inputs(name: str, trials: Trials, comparison: Comparison) -> Comparison:
+def _compare_with_inputs(name: str, trials: Trials, comparison: Comparison) -> Comparison:
     """Compare once more with the inputs of all modules, which tell a module from what feeds it."""
     if name == "checkpointed":  # whose sites are compared with gradients
         return comparison

@@ -17,11 +17,11 @@ from hookline.engine import Line
 from hookline.recordings import Recording
 from hookline.verbs.compare.compare import compare_with_unpaired
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
-from hookline.verbs.invariance.batch import Batch, NotApplicable
+from hookline.verbs.invariance.batch import Batch, CheckNotApplicable
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.casting import cast_model
-from hookline.verbs.shared.model_state import in_eval_mode, parameters_restored, restore_after_run
-from hookline.verbs.shared.run_model import call, copied, sum_of_mean_squares
+from hookline.verbs.shared.model_state import in_eval_mode, restore_after_run, restore_parameters
+from hookline.verbs.shared.run_model import call_model, copy_inputs, sum_of_mean_squares
 from hookline.verbs.shared.token_inputs import CACHES
 
 _SITES = ["**", "(root):input"]
@@ -51,7 +51,7 @@ class Trials:
     ports: tuple[str, ...] = ("output",)
 
     @cached_property
-    def base(self) -> Run:
+    def base_run(self) -> Run:
         """The run that the others are compared with."""
         return self.run(self.batch)
 
@@ -93,7 +93,7 @@ class Trials:
                 stack.enter_context(restore_after_run(module))
                 is_training = self.is_training or any(part.training for part in module.modules())
                 if is_training or before is not None:  # which trains, perhaps
-                    stack.enter_context(parameters_restored(module))
+                    stack.enter_context(restore_parameters(module))
             stack.enter_context(self._set_modes(root))
             stack.enter_context(torch.set_grad_enabled(has_gradients))
             if before is not None:
@@ -118,12 +118,12 @@ class Trials:
         return in_eval_mode(eval_modules)
 
     def _run_pass(self, root: nn.Module, batch: Batch) -> None:
-        output = call(root, copied(batch.inputs))
+        output = call_model(root, copy_inputs(batch.inputs))
         if "grad" not in self.ports:
             return
         loss = sum_of_mean_squares(output)
         if loss is None:
-            raise NotApplicable("no output requires a gradient")
+            raise CheckNotApplicable("no output requires a gradient")
         torch.autograd.backward(loss)
 
     def copy_model(self, target: torch.dtype | torch.device) -> nn.Module:
@@ -138,7 +138,7 @@ class Trials:
                 return model.to(target)
             return cast_model(model, target)
         except Exception as error:  # whatever a module's own copy raises
-            raise NotApplicable(f"the model cannot be copied: {first_line(error)}") from error
+            raise CheckNotApplicable(f"the model cannot be copied: {first_line(error)}") from error
 
 
 def _unwrapped_modules(model: nn.Module) -> list[nn.Module]:

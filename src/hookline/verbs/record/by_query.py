@@ -47,18 +47,18 @@ class ByQuery:
                     f"hl.by_query must be given a tensor of rows, got {describe.in_words(value)}."
                     "\nSelect an attention pattern, such as 'h.3.attn@pattern'."
                 )
-            return self._call_checked(value)
+            return self._call_and_check(value)
         blocks = iter(value)
-        parts = [self._call_checked(next(blocks)), *map(self.function, blocks)]
-        columns = zip(*[_tensors(part) for part in parts], strict=True)
+        parts = [self._call_and_check(next(blocks)), *map(self.function, blocks)]
+        columns = zip(*[_result_tensors(part) for part in parts], strict=True)
         joined = {id(column[0]): torch.cat(column, value.query_dim) for column in columns}
         return tree.map_tensors(lambda tensor: joined[id(tensor)], parts[0])
 
-    def _call_checked(self, rows: Tensor) -> Any:
+    def _call_and_check(self, rows: Tensor) -> Any:
         """Return the function's result, and check that it is made query by query."""
         result = self.function(rows)
         dim, n_rows = rows.dim() - 2, rows.shape[-2]
-        for tensor in _tensors(result):
+        for tensor in _result_tensors(result):
             if tensor.dim() <= dim or tensor.shape[dim] != n_rows:
                 raise StructureError(
                     f"hl.by_query's function must make a result for each query, in dimension {dim},"
@@ -69,9 +69,13 @@ class ByQuery:
         if is_dynamo_compiling() or n_rows <= _N_TRIED:
             return result
         last = rows[..., -_N_TRIED:, :]
-        rounding = _sum_rounding(last)
-        for tensor, alone in zip(_tensors(result), _tensors(self.function(last)), strict=True):
-            if not _are_alike(tensor.narrow(dim, n_rows - _N_TRIED, _N_TRIED), alone, rounding):
+        rounding = _row_sum_rounding(last)
+        for tensor, alone in zip(
+            _result_tensors(result), _result_tensors(self.function(last)), strict=True
+        ):
+            if not _are_equal_up_to_rounding(
+                tensor.narrow(dim, n_rows - _N_TRIED, _N_TRIED), alone, rounding
+            ):
                 raise StructureError(
                     "hl.by_query's function must make the same of a query whatever the other"
                     " queries are, got another result for the last queries alone.\nGive the"
@@ -80,33 +84,37 @@ class ByQuery:
         return result
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def _result_tensors(result: Any) -> list[Tensor]:
     return [tensor for _, tensor in tree.tensors(result)]
 
 
-def _sum_rounding(rows: Tensor) -> float:
+def _row_sum_rounding(rows: Tensor) -> float:
     """Return by how much rounding may change a sum over a row, such as one that cancels out."""
     if not rows.is_floating_point():
         return 0.0
-    return _ROUNDINGS * torch.finfo(rows.dtype).eps * _largest(_finite(rows).abs().sum(-1))
+    return (
+        _ROUNDINGS
+        * torch.finfo(rows.dtype).eps
+        * _max_or_zero(_zero_non_finite(rows).abs().sum(-1))
+    )
 
 
-def _are_alike(first: Tensor, second: Tensor, rounding: float) -> bool:
+def _are_equal_up_to_rounding(first: Tensor, second: Tensor, rounding: float) -> bool:
     if first.shape != second.shape:
         return False
     if not first.is_floating_point():
         return torch.equal(first, second)
     # The entries of a long pattern are small: only what is measured says what is near.
     relative = max(_TOLERANCE, 2 * torch.finfo(first.dtype).eps)
-    nearness = max(relative * _largest(_finite(second).abs()), rounding)
+    nearness = max(relative * _max_or_zero(_zero_non_finite(second).abs()), rounding)
     return torch.allclose(first, second, relative, nearness, equal_nan=True)
 
 
-def _finite(tensor: Tensor) -> Tensor:
+def _zero_non_finite(tensor: Tensor) -> Tensor:
     return torch.where(tensor.isfinite(), tensor.detach(), 0)
 
 
-def _largest(numbers: Tensor) -> float:
+def _max_or_zero(numbers: Tensor) -> float:
     return float(numbers.max()) if numbers.numel() else 0.0
 
 

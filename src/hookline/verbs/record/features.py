@@ -14,9 +14,9 @@ from hookline.engine import Selector, Site
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError, NotRecordedError, check_option_names, warn
 from hookline.recordings import Recording
-from hookline.verbs.record.keep import Keep
+from hookline.verbs.record.keep import KeepOptions
+from hookline.verbs.record.model_state_tracker import ModelStateTracker, may_keep_state
 from hookline.verbs.record.run_to_last_site import PartialForward
-from hookline.verbs.record.track_model_state import KeptState, may_keep_state
 from hookline.verbs.shared.model_state import in_eval_mode
 from hookline.verbs.shared.run_model import Inputs, unwrap_lone_tensor
 
@@ -27,7 +27,7 @@ def features(
     selector: Selector,
     *,
     eval: bool = True,
-    **options: Unpack[Keep],
+    **options: Unpack[KeepOptions],
 ) -> Recording:
     """Run a model until every selected site has its value, and return the values.
 
@@ -80,8 +80,8 @@ def features(
         AttachError: the model cannot be hooked, or an option is invalid.
         TypeError: there is no such option.
     """
-    check_option_names(features, options, Keep.__annotations__)
-    if "detach" not in options and _require_gradients(inputs):
+    check_option_names(features, options, KeepOptions.__annotations__)
+    if "detach" not in options and _inputs_require_grad(inputs):
         warn(
             "hl.features keeps values without their graph, and an input requires gradients: a loss"
             " on these values gives it none.\nGive detach=False to keep the graph, or detach=True"
@@ -95,7 +95,7 @@ def features(
     ):
         # A module behind the last site may change what the next batch depends on.
         if isinstance(inputs, DataLoader | Iterator) and may_keep_state(model):
-            runner.state = KeptState(model)
+            runner.state = ModelStateTracker(model)
         for number, batch in enumerate(_batches(model, inputs)):
             missing = runner.run(batch)
             if runner.state is not None:
@@ -112,7 +112,7 @@ def features(
     return runner.recording
 
 
-def _require_gradients(inputs: Any) -> bool:
+def _inputs_require_grad(inputs: Any) -> bool:
     """Tell whether autograd would follow a tensor of the inputs; those of a loader are not read."""
     if not torch.is_grad_enabled() or isinstance(inputs, DataLoader | Iterator):
         return False

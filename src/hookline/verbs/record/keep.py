@@ -34,7 +34,7 @@ from hookline.verbs.record.float32_reductions import call_in_float32
 _MOST_TRIED = 8  # of the tensors in a value
 
 
-class Keep(TypedDict, total=False):
+class KeepOptions(TypedDict, total=False):
     """The options of `record` and `features`: what to keep of a value, and where."""
 
     # A function of the value; its result is kept, as in `lambda t: t[:, -1]`. It is called with the
@@ -52,7 +52,7 @@ class Keep(TypedDict, total=False):
     copy: bool | None
 
 
-def checked(options: Keep) -> Keep:
+def check_keep_options(options: KeepOptions) -> KeepOptions:
     """Refuse options with an invalid value; return them for compiled code.
 
     Raises:
@@ -95,14 +95,14 @@ def checked(options: Keep) -> Keep:
     return options if keep is None else {**options, "keep": bind_own_defaults(keep, 1)}
 
 
-def keeps_plain_values(options: Keep) -> bool:
+def keeps_plain_values(options: KeepOptions) -> bool:
     """Tell whether the options keep values as they are, detached; then the fast path is used."""
     return options.get("detach", True) and not any(
         options.get(key) for key in ("keep", "device", "dtype", "copy")
     )
 
 
-def graph_part_of_keep(options: Keep) -> Callable[[Any], Any] | None:
+def compiled_keep_function(options: KeepOptions) -> Callable[[Any], Any] | None:
     """Return the part of keeping a value that runs in compiled code; None for a plain copy."""
     keep, copied = (
         options.get("keep"),
@@ -126,7 +126,7 @@ class Keeper:
 
     __slots__ = ("_copy", "_detach", "_keep", "_move", "_unversioned")
 
-    def __init__(self, options: Keep, unversioned: UnversionedMemory | None) -> None:
+    def __init__(self, options: KeepOptions, unversioned: UnversionedMemory | None) -> None:
         self._keep = options.get("keep")
         self._move = options.get("device"), options.get("dtype")
         self._detach = options.get("detach", True)
@@ -154,7 +154,7 @@ class Keeper:
             )
         else:
             value_kept = self._keep_by_function(current, value, site, copies)
-        return value_kept, self._stamp(current, value_kept, copies)
+        return value_kept, self._make_stamp(current, value_kept, copies)
 
     def _keep_by_function(
         self, current: Pass, value: Any, site: Site | None, copies: list[tuple[Tensor, Tensor]]
@@ -172,7 +172,7 @@ class Keeper:
             )
         except Exception as error:
             if site is not None and not isinstance(error, StructureError):
-                _refuse_structure(keep, value, site, error)
+                _refuse_nested_value(keep, value, site, error)
             error.add_note(f"hookline: keep= was called with {describe.in_words(value)}")
             raise
 
@@ -206,7 +206,7 @@ class Keeper:
         copies.append((tensor, clone_locally(tensor.detach())))
         return tensor
 
-    def _stamp(self, current: Pass, result: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
+    def _make_stamp(self, current: Pass, result: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
         holder = tensor_holder(result)
         if holder is not None and self._copy:
             raise SiteError(
@@ -227,7 +227,9 @@ def _write_error() -> StructureError:
     )
 
 
-def _refuse_structure(keep: Callable[[Any], Any], value: Any, site: Site, error: Exception) -> None:
+def _refuse_nested_value(
+    keep: Callable[[Any], Any], value: Any, site: Site, error: Exception
+) -> None:
     """Refuse a nested value if `keep` takes one of its tensors, and name that tensor's leaf."""
     for leaf, tensor in itertools.islice(tree.tensors(value), _MOST_TRIED):
         if not leaf:

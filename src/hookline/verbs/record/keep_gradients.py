@@ -37,7 +37,7 @@ from hookline.verbs.record.keep import Keeper
 
 
 @final
-class KeepGradient(GradientCallback):
+class GradientKeeper(GradientCallback):
     """Keep the gradients at one site.
 
     Args:
@@ -102,14 +102,14 @@ class KeepGradient(GradientCallback):
 
 @final
 class PlainGradTap(GradOutputTap):
-    """Keep the gradient of a lone output: `GradOutputTap` and `KeepGradient` in one, for speed.
+    """Keep the gradient of a lone output: `GradOutputTap` and `GradientKeeper` in one, for speed.
 
     Two calls lie between torch and the recording for each site and pass.
     """
 
     __slots__ = ("index",)
 
-    def __init__(self, site: Site, passes: Passes, on: KeepGradient, number: int) -> None:
+    def __init__(self, site: Site, passes: Passes, on: GradientKeeper, number: int) -> None:
         super().__init__(site, passes, on, Order.GRAD_RECORD)
         self.index: int = number
 
@@ -129,13 +129,13 @@ class PlainGradTap(GradOutputTap):
         calls[self] = call + 1
         self.placed += 1
         view = hook_value_gradient(
-            output, GradHook(self.keep, current, call), self.warn_ambiguous, id(module)
+            output, GradHook(self.keep_gradient, current, call), self.warn_ambiguous, id(module)
         )
         if view is not None:
             self.settle_view_later(current, view)
         return None
 
-    def keep(self, current: Pass, call: int, grad: Tensor | None) -> None:
+    def keep_gradient(self, current: Pass, call: int, grad: Tensor | None) -> None:
         """Keep the gradient: the hook on the tensor."""
         if self.passes.closed or grad is None:
             return

@@ -39,12 +39,18 @@ from hookline.engine.run_settings import SettingsReader
 from hookline.errors import SelectionError, check_option_names, warn
 from hookline.recordings import Recording
 from hookline.verbs.record.by_query import ByQuery
-from hookline.verbs.record.keep import Keep, Keeper, checked, graph_part_of_keep, keeps_plain_values
-from hookline.verbs.record.keep_gradients import KeepGradient, PlainGradTap
-from hookline.verbs.record.to_store import StoreLine, store_line
+from hookline.verbs.record.keep import (
+    Keeper,
+    KeepOptions,
+    check_keep_options,
+    compiled_keep_function,
+    keeps_plain_values,
+)
+from hookline.verbs.record.keep_gradients import GradientKeeper, PlainGradTap
+from hookline.verbs.record.to_store import StoreLine, make_store_line
 from hookline.verbs.shared.enclosing_generate import may_generate, n_beams
 from hookline.verbs.shared.finalizing_line import FinalizingLine
-from hookline.verbs.shared.ports_of_selections import refuse_other_ports
+from hookline.verbs.shared.refused_ports import refuse_ignored_ports
 
 
 @final
@@ -89,7 +95,7 @@ def record(
     ports: str | Sequence[str] = "output",
     to: None = None,
     every_thread: bool = False,
-    **options: Unpack[Keep],
+    **options: Unpack[KeepOptions],
 ) -> RecordLine: ...
 @overload
 def record(
@@ -99,7 +105,7 @@ def record(
     ports: str | Sequence[str] = "output",
     to: str | os.PathLike[str],
     every_thread: bool = False,
-    **options: Unpack[Keep],
+    **options: Unpack[KeepOptions],
 ) -> StoreLine: ...
 def record(
     model: nn.Module | Mapping[str, Tensor],
@@ -108,7 +114,7 @@ def record(
     ports: str | Sequence[str] = "output",
     to: str | os.PathLike[str] | None = None,
     every_thread: bool = False,
-    **options: Unpack[Keep],
+    **options: Unpack[KeepOptions],
 ) -> RecordLine | StoreLine:
     """Record the values at the selected sites, while the block lasts.
 
@@ -205,22 +211,22 @@ def record(
             or it writes to the value.
             With `to=`, a value has no row for each item, or rows of another shape than before.
     """
-    check_option_names(record, options, Keep.__annotations__)
+    check_option_names(record, options, KeepOptions.__annotations__)
     names = ports_for(model, ports)
-    refuse_other_ports(ports, selector)
+    refuse_ignored_ports(ports, selector)
     if to is not None:
         options = {"copy": True, **options}
-    keeping = checked(options)
+    keeping = check_keep_options(options)
     line = Line(model, name="record", every_thread=every_thread, lenient=selector is None)
     recorder = start_recording(line, selector, names, keeping)
-    return recorder if to is None else store_line(line, recorder.recording, to, options)
+    return recorder if to is None else make_store_line(line, recorder.recording, to, options)
 
 
 def start_recording(
     line: Line,
     selector: Selector,
     ports: tuple[str, ...],
-    options: Keep,
+    options: KeepOptions,
     after: Callable[[Site], None] | None = None,
 ) -> RecordLine:
     """Attach a line that records.
@@ -229,7 +235,7 @@ def start_recording(
         line: a new line.
         selector: which sites.
         ports: the ports for selectors that name none.
-        options: the options of `record`, as `checked` returns them.
+        options: the options of `record`, as `check_keep_options` returns them.
         after: called with each site after its value has been kept; refuses gradient sites.
     """
     selection = line.select(selector, ports)
@@ -259,7 +265,11 @@ class _Recorder:
     """
 
     def __init__(
-        self, line: Line, selection: Selection, options: Keep, after: Callable[[Site], None] | None
+        self,
+        line: Line,
+        selection: Selection,
+        options: KeepOptions,
+        after: Callable[[Site], None] | None,
     ) -> None:
         sites, places, nodes = selection.sites, selection.places, line.module_tree.nodes
         unversioned = (
@@ -273,12 +283,12 @@ class _Recorder:
         self._fast = _FAST_TAPS if after is None and keeps_plain_values(options) else {}
         self._takes_blocks = isinstance(options.get("keep"), ByQuery)
         self._kept = Keeper(options, unversioned)
-        self._in_graph = graph_part_of_keep(options)
+        self._in_graph = compiled_keep_function(options)
         self._of_graph = Keeper({**options, "keep": None, "copy": False}, None)
         self._keeps_graph = not options.get("detach", True)
         self.recording = line.passes.sink = Recording(
             sites,
-            _weak_report_of(line, sites),
+            _weak_report_function(line, sites),
             {node.path: type(node.module).__name__ for node in nodes},
             keeps_graph=self._keeps_graph,
             unversioned=unversioned,
@@ -296,7 +306,7 @@ class _Recorder:
         if make is not None and not site.leaf and site.call is None:
             return make(self, site, number, node)
         if site.is_gradient:
-            return self._keep_gradient(number, node)
+            return self._gradient_keeper(number, node)
         callback = _keeping_callback(number, self._kept, site)
         bound: Callback | SplitCallback = callback
         if self._after is not None:
@@ -307,9 +317,9 @@ class _Recorder:
             )
         return BlockwiseCallback(bound) if self._takes_blocks else bound
 
-    def _keep_gradient(self, number: int, node: Any) -> KeepGradient:
+    def _gradient_keeper(self, number: int, node: Any) -> GradientKeeper:
         parameter = getattr(node, "tensor", None)
-        return KeepGradient(number, self._kept, parameter, keeps_graph=self._keeps_graph)
+        return GradientKeeper(number, self._kept, parameter, keeps_graph=self._keeps_graph)
 
     def _plain_output_tap(self, site: Site, number: int, node: Any) -> Tap:
         tap = _PlainTap(site, self._passes, no_callback, Order.RECORD)
@@ -322,7 +332,7 @@ class _Recorder:
         return tap
 
     def _plain_gradient_tap(self, site: Site, number: int, node: Any) -> Tap:
-        return PlainGradTap(site, self._passes, self._keep_gradient(number, node), number)
+        return PlainGradTap(site, self._passes, self._gradient_keeper(number, node), number)
 
 
 @final
@@ -366,7 +376,7 @@ _FAST_TAPS: dict[str, Callable[[_Recorder, Site, int, Any], Tap]] = {
 }
 
 
-def _weak_report_of(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
+def _weak_report_function(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
     """Return a function that gives a line's report, and that holds the line weakly.
 
     The line's hooks hold the recording. A dropped line must be free to end.

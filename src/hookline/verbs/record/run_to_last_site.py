@@ -12,10 +12,10 @@ from torch import nn
 
 from hookline.engine import Line, Selector, Site, end_thread_passes, reshard
 from hookline.recordings import Recording
-from hookline.verbs.record.keep import Keep, checked
+from hookline.verbs.record.keep import KeepOptions, check_keep_options
+from hookline.verbs.record.model_state_tracker import ModelStateTracker
 from hookline.verbs.record.record import start_recording
-from hookline.verbs.record.track_model_state import KeptState
-from hookline.verbs.shared.run_model import call
+from hookline.verbs.shared.run_model import call_model
 
 _tokens = itertools.count()
 
@@ -29,7 +29,7 @@ class _StopForward(BaseException):
 
 
 @final
-class _Progress:
+class _ReachedSites:
     """Track the sites that a run has reached. Hooks hold it, so it must not hold the line.
 
     Args:
@@ -47,7 +47,7 @@ class _Progress:
         self.missing: set[Site] = set()
         self.stops = True
 
-    def seen(self, site: Site) -> None:
+    def mark_reached(self, site: Site) -> None:
         """Note a site that the run has reached."""
         self.missing.discard(site)
         if self.stops and not self.missing:
@@ -73,15 +73,19 @@ class PartialForward:
             the state.
     """
 
-    def __init__(self, model: nn.Module, selector: Selector, verb: str, options: Keep) -> None:
+    def __init__(
+        self, model: nn.Module, selector: Selector, verb: str, options: KeepOptions
+    ) -> None:
         self._model = model
-        self.state: KeptState | None = None
+        self.state: ModelStateTracker | None = None
         self._may_stop = False
         self.changing: list[str] = []
-        self._progress = progress = _Progress(next(_tokens))
-        options = checked(options)
+        self._progress = progress = _ReachedSites(next(_tokens))
+        options = check_keep_options(options)
         line = Line(model, name=verb, lenient=selector is None)
-        self._recorder = start_recording(line, selector, ("output",), options, progress.seen)
+        self._recorder = start_recording(
+            line, selector, ("output",), options, progress.mark_reached
+        )
         line.options.quiet = True
         self.sites: tuple[Site, ...] = self._recorder.recording.sites
         # The line has listed the modules: `model.modules()` takes 0.6 microseconds a module.
@@ -132,7 +136,7 @@ class PartialForward:
             return self._run(inputs)
         with self.whole_forward():
             missing = self._run(inputs)
-        self.changing = self.state.changed()
+        self.changing = self.state.changed_names()
         self._may_stop = not self.changing
         return missing
 
@@ -140,16 +144,16 @@ class PartialForward:
         missing = self._progress.missing
         missing.update(self.sites)
         try:
-            call(self._model, inputs)
+            call_model(self._model, inputs)
         except _StopForward as enough:
             if enough.token != self._progress.token:
                 raise
-            self._stopped()
+            self._clean_up_after_stop()
             # Its traceback holds every frame of the forward, and with them the activations.
             enough.__traceback__ = None
         except Exception as error:
             if not missing:
-                self._stopped()
+                self._clean_up_after_stop()
                 return []
             if isinstance(inputs, list):
                 error.add_note(
@@ -158,6 +162,6 @@ class PartialForward:
             raise
         return [site for site in self.sites if site in missing]
 
-    def _stopped(self) -> None:
+    def _clean_up_after_stop(self) -> None:
         end_thread_passes()  # passes of this line, and of outer lines that see the same forward
         reshard(self._model)

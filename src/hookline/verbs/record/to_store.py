@@ -36,7 +36,7 @@ from hookline.stores.job_manifest import (
 )
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard, ShardWriter
 from hookline.util.creating_process import CreatingProcess
-from hookline.verbs.record.keep import Keep
+from hookline.verbs.record.keep import KeepOptions
 from hookline.verbs.shared.finalizing_line import FinalizingLine
 
 
@@ -94,7 +94,9 @@ class StoreSink:
         FolderError: the place holds files, another process writes there, or it cannot be written.
     """
 
-    def __init__(self, place: Place, model: nn.Module, recording: Recording, options: Keep) -> None:
+    def __init__(
+        self, place: Place, model: nn.Module, recording: Recording, options: KeepOptions
+    ) -> None:
         self.place = place
         self._recording = recording
         self._shards: dict[int, Shard] = {}
@@ -111,7 +113,7 @@ class StoreSink:
             _check_empty(place)
             place.lock(stack)
             _check_empty(place)  # once more: another writer may have come between
-            self._writer = stack.enter_context(ShardWriter(place, self._note_shard))
+            self._writer = stack.enter_context(ShardWriter(place, self._add_shard))
             self._open = stack.pop_all()
 
     def begin_pass(self, current: Pass) -> None:
@@ -121,7 +123,7 @@ class StoreSink:
             try:
                 self._write_passes(passes)
             except HooklineError:  # it ends this pass, too
-                self._leave_out("the model raised")
+                self._count_skipped_pass("the model raised")
                 raise
         else:
             self._warn_of_fork()
@@ -147,7 +149,7 @@ class StoreSink:
             shards = [self._shards[number] for number in range(len(self._shards))]
             write_manifest(self.place, self._job.as_json(), origin_here(), shards)
         if self._left_out and not isinstance(error or problem, HooklineError):
-            self._warn_of_left_out()
+            self._warn_of_skipped_passes()
         if problem is not None and error is None:  # an error in the block is the cause
             raise problem
 
@@ -161,7 +163,7 @@ class StoreSink:
                 " process, with a folder of its own."
             )
 
-    def _warn_of_left_out(self) -> None:
+    def _warn_of_skipped_passes(self) -> None:
         """Warn of the passes without rows: the rows no longer match the batches one to one."""
         n_passes = sum(map(len, self._left_out.values()))
         reasons = "; ".join(
@@ -178,28 +180,28 @@ class StoreSink:
         for record in passes:
             if record.failed or not len(record):
                 why = "the model raised" if record.failed else "no selected site had a value"
-                self._leave_out(why)
+                self._count_skipped_pass(why)
                 continue
             number = self._n_seen
             try:
                 chunk = self._make_chunk(record)
             except NotRecordedError as error:
                 # Noted, too: a loop that goes on after errors catches this one.
-                self._leave_out("a value was missing")
+                self._count_skipped_pass("a value was missing")
                 raise NotRecordedError(
                     f"each pass must have a value at each site for to=, got none in pass {number}:"
                     f" {first_line(error)}.\nCall backward() for gradients before the model runs"
                     " again, and record sites that not each pass reaches in a store of their own."
                 ) from error
             except HooklineError:
-                self._leave_out("a value was of another form")
+                self._count_skipped_pass("a value was of another form")
                 raise
             self._n_seen += 1
             self._chunks.append(chunk)
             if len(self._chunks) == self._job.shard_batches:
                 self._write_shard()
 
-    def _leave_out(self, why: str) -> None:
+    def _count_skipped_pass(self, why: str) -> None:
         """Note that the next pass adds no rows."""
         self._left_out.setdefault(why, []).append(self._n_seen)
         self._n_seen += 1
@@ -224,7 +226,7 @@ class StoreSink:
         self._writer.put(number, self._chunks, self._offload.waiter())
         self._chunks = []
 
-    def _note_shard(self, shard: Shard) -> None:
+    def _add_shard(self, shard: Shard) -> None:
         self._shards[shard.number] = shard
 
 
@@ -233,8 +235,8 @@ _MOST_NAMED = 5
 _AGAIN = "A loop of your own cannot be resumed: run it again, with a new folder."
 
 
-def store_line(
-    line: Line, recording: Recording, to: str | os.PathLike[str], options: Keep
+def make_store_line(
+    line: Line, recording: Recording, to: str | os.PathLike[str], options: KeepOptions
 ) -> StoreLine:
     """Make a recording line write to a store.
 
@@ -268,7 +270,7 @@ def store_line(
     return StoreLine(line, sink)
 
 
-def _make_job(model: nn.Module, recording: Recording, options: Keep) -> Job:
+def _make_job(model: nn.Module, recording: Recording, options: KeepOptions) -> Job:
     dtype = options.get("dtype")
     return Job(
         model_identity(model),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-def cast_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+def dtype_after_cast(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that a tensor takes where floating tensors take a dtype.
 
     >>> cast_dtype(torch.zeros(1, dtype=torch.complex64), torch.float64)
@@ -31,7 +31,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     getattr(model, _METHODS[dtype])()  # of real tensors alone
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if tensor.is_complex():
-            tensor.data = tensor.data.to(cast_dtype(tensor, dtype))
+            tensor.data = tensor.data.to(dtype_after_cast(tensor, dtype))
     return model
 
 

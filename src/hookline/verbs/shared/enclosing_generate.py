@@ -48,21 +48,21 @@ def n_beams(frame: FrameType) -> int:
 
 
 @final
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """The place of a run in a prompt that `generate` gives to the model in chunks."""
 
     is_first: bool = True  # whether the run has the first chunk
     is_whole: bool = True  # whether the run has the whole prompt
 
 
-def prefill_chunk(frame: FrameType) -> Chunk:
+def prefill_chunk(frame: FrameType) -> PromptChunk:
     """Return which chunk of a prompt a call has: the whole one without `prefill_chunk_size`."""
     prefill = _innermost_frame(frame, _PREFILL)
     names = {} if prefill is None else prefill.f_locals
     chunks = names.get("input_chunks")
     if not chunks:
-        return Chunk()
-    return Chunk(names.get("input_chunk") is chunks[0], len(chunks) == 1)
+        return PromptChunk()
+    return PromptChunk(names.get("input_chunk") is chunks[0], len(chunks) == 1)
 
 
 def is_assisted(frame: FrameType) -> bool:

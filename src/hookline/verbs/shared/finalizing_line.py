@@ -1,4 +1,4 @@
-"""VerbLine: the base of verbs' lines that have work to do at their end."""
+"""The base of verbs' lines that have work to do at their end."""
 
 from __future__ import annotations
 

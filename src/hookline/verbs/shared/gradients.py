@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from hookline.engine import has_process_group, nodes_from, tensor_hook_dict
-from hookline.verbs.shared.model_state import grads_restored
+from hookline.verbs.shared.model_state import clear_and_restore_grads
 
 
 class ReentrantError(RuntimeError):
     """A graph with a reentrant checkpoint has hooks that only a real backward may call."""
 
 
-def gradients(
+def compute_gradients(
     outputs: Sequence[Tensor],
     tensors: Sequence[Tensor] | None = None,
     grads: Sequence[Tensor] | None = None,
@@ -38,7 +38,7 @@ def gradients(
             "a checkpoint with use_reentrant=True only allows backward(), which would also run the"
             " hooks after gradient accumulation"
         )
-    with grads_restored({id(tensor): tensor for tensor in (*leaves, *tensors)}.values()):
+    with clear_and_restore_grads({id(tensor): tensor for tensor in (*leaves, *tensors)}.values()):
         torch.autograd.backward(outputs, grads)
         return [tensor.grad for tensor in tensors]
 

@@ -26,7 +26,7 @@ from hookline.verbs.shared.run_settings import RandomStates, generators_of
 Buffer = tuple[dict[str, Tensor | None], str, Tensor]
 
 
-def buffers_of(modules: Iterable[nn.Module]) -> list[Buffer]:
+def buffers_with_numbers(modules: Iterable[nn.Module]) -> list[Buffer]:
     """Return the buffers of modules that have numbers."""
     return [
         (table, name, buffer)
@@ -37,7 +37,7 @@ def buffers_of(modules: Iterable[nn.Module]) -> list[Buffer]:
 
 
 @contextmanager
-def restore_state(modules: Sequence[nn.Module]) -> Iterator[None]:
+def restore_modes_buffers_rng(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore training flags and buffers of modules, and random states, after the block.
 
     The block runs on copies of the buffers. Compiled code is bound to the buffers themselves. There
@@ -45,10 +45,10 @@ def restore_state(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     with _lock:  # another thread may hold some in eval mode
         flags = [(module, module.training or id(module) in _n_blocks) for module in modules]
-    saved, states = buffers_of(modules), RandomStates(generators_of(modules))
+    saved, states = buffers_with_numbers(modules), RandomStates(generators_of(modules))
     kept = [buffer for *_, buffer in saved] if any(map(is_compiled, modules)) else []
     copies: dict[int, Tensor] = {}  # by buffer, because several modules may hold one buffer
-    with _numbers_restored(kept):
+    with _restore_numbers(kept):
         try:
             for table, name, buffer in saved if not kept else ():
                 table[name] = copies.setdefault(id(buffer), _clone(buffer))
@@ -74,12 +74,12 @@ def _clone(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-def _write(tensor: Tensor, numbers: Tensor) -> None:
+def _copy_into(tensor: Tensor, numbers: Tensor) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(numbers)
 
 
-def version(tensor: Tensor) -> int | None:
+def tensor_version(tensor: Tensor) -> int | None:
     """Return how often a tensor was written to; None where torch does not count."""
     return None if tensor.is_inference() else tensor._version
 
@@ -91,7 +91,7 @@ def restore_after_run(model: nn.Module) -> Iterator[None]:
     This covers buffers, modes and random states. It also covers the parameters' `.grad`, and what a
     forward sets on its modules (a step counter), registers there (a hook), or writes to their plain
     tensors, lists, dictionaries and sets (a cache). It does not cover parameters: see
-    `parameters_restored`.
+    `restore_parameters`.
 
     Another thread waits: two blocks on one model would put each other's state back.
     """
@@ -99,14 +99,16 @@ def restore_after_run(model: nn.Module) -> Iterator[None]:
         modules = list(model.modules())
         tensors = [t for m in modules for t in own_parameters(m).values() if t is not None]
         with (
-            restore_state(modules), grads_restored(tensors), _hooks_restored(modules),
-            _attributes_restored(modules),
-        ):  # fmt: skip
+            restore_modes_buffers_rng(modules),
+            clear_and_restore_grads(tensors),
+            _restore_hooks(modules),
+            _restore_attributes(modules),
+        ):
             yield
 
 
 @contextmanager
-def _hooks_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _restore_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Remove the hooks that a forward has registered: without its own mark it would do so again."""
     before = [(module, foreign_hooks(module)) for module in modules]
     try:
@@ -118,7 +120,7 @@ def _hooks_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _attributes_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _restore_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore the attributes of modules, and what their containers and plain tensors hold."""
     tables = [table for module in modules for table in (vars(module), own_buffers(module))]
     before: list[tuple[Any, Any]] = [(table, dict(table)) for table in tables]
@@ -133,11 +135,11 @@ def _attributes_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
         if type(value) is Tensor and not value.requires_grad and not value.is_meta
     ]
     try:
-        with _numbers_restored(plain):
+        with _restore_numbers(plain):
             yield
     finally:
         for container, entries in before:
-            _restore(container, entries)
+            _restore_container(container, entries)
 
 
 _one_at_a_time = fork_safe_lock()
@@ -161,7 +163,7 @@ def _containers_in(modules: Iterable[nn.Module]) -> list[Any]:
     return list(containers.values())
 
 
-def _restore(container: Any, before: Any) -> None:
+def _restore_container(container: Any, before: Any) -> None:
     is_table = isinstance(before, dict)
     names = container.keys() if is_table else container
     is_same = len(container) == len(before) and all(map(is_, names, before))
@@ -179,25 +181,25 @@ def _restore(container: Any, before: Any) -> None:
 
 
 @contextmanager
-def parameters_restored(model: nn.Module) -> Iterator[None]:
+def restore_parameters(model: nn.Module) -> Iterator[None]:
     """Restore the numbers of parameters to which a forward writes in the block: it copies all."""
-    with _numbers_restored(list(model.parameters())):
+    with _restore_numbers(list(model.parameters())):
         yield
 
 
 @contextmanager
-def _numbers_restored(tensors: Sequence[Tensor]) -> Iterator[None]:
-    copies = [(tensor, _clone(tensor), version(tensor)) for tensor in tensors]
+def _restore_numbers(tensors: Sequence[Tensor]) -> Iterator[None]:
+    copies = [(tensor, _clone(tensor), tensor_version(tensor)) for tensor in tensors]
     try:
         yield
     finally:
         for tensor, numbers, before in copies:
-            if before is None or version(tensor) != before:
-                _write(tensor, numbers)
+            if before is None or tensor_version(tensor) != before:
+                _copy_into(tensor, numbers)
 
 
 @contextmanager
-def grads_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
+def clear_and_restore_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Clear the `.grad` of tensors for the block, and restore it afterwards."""
     before = [(tensor, tensor.grad) for tensor in tensors]
     try:

@@ -29,7 +29,7 @@ def refuse_meta_tensors(
     Raises:
         InputError: a parameter, a buffer or a tensor of the inputs is on the meta device.
     """
-    name = _first_name(model, lambda tensor: tensor.is_meta)
+    name = _first_tensor_name(model, lambda tensor: tensor.is_meta)
     if name is not None and (refuse_offloaded or not _is_offloaded(model)):
         raise InputError(
             f"{verb} must have a model with numbers, got {name} on the meta device, which holds"
@@ -70,7 +70,7 @@ def first_lazy_name(model: nn.Module) -> str | None:
     tables = (table(m) for m in model.modules() for table in (own_parameters, own_buffers))
     if not any(t is not None and is_lazy(t) for table in tables for t in table.values()):
         return None  # as of most models, whose names need not be made
-    return _first_name(model, is_lazy)
+    return _first_tensor_name(model, is_lazy)
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def explain_inference_weights(verb: str, model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        name = _first_name(model, Tensor.is_inference)
+        name = _first_tensor_name(model, Tensor.is_inference)
         if name is None or "nference tensor" not in str(error):
             raise
         raise InputError(
@@ -96,7 +96,7 @@ def explain_inference_weights(verb: str, model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _first_name(model: nn.Module, is_odd: Callable[[Tensor], bool]) -> str | None:
+def _first_tensor_name(model: nn.Module, is_odd: Callable[[Tensor], bool]) -> str | None:
     """Return the name of the first odd parameter or buffer; None without one."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     return next((name for name, tensor in tensors if is_odd(tensor)), None)

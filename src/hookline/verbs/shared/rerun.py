@@ -22,8 +22,13 @@ from hookline.engine import (
 from hookline.engine.pytree import tree
 from hookline.statistics.finiteness import Measure, is_measurable, local_numbers, probe_sum
 from hookline.util.fork_safe_lock import fork_safe_lock
-from hookline.verbs.shared.model_state import Buffer, buffers_of, restore_state, version
-from hookline.verbs.shared.run_model import copied
+from hookline.verbs.shared.model_state import (
+    Buffer,
+    buffers_with_numbers,
+    restore_modes_buffers_rng,
+    tensor_version,
+)
+from hookline.verbs.shared.run_model import copy_inputs
 from hookline.verbs.shared.run_settings import (
     Autocast,
     RandomStates,
@@ -46,19 +51,21 @@ class RunStart:
 
     def __init__(self, root: nn.Module, args: Any, kwargs: Any, changing: ChangingBuffers) -> None:
         if changing.copies_inputs:
-            args, kwargs = copied((args, kwargs))
+            args, kwargs = copy_inputs((args, kwargs))
         self.args: tuple[Any, ...] = args
         self.kwargs: dict[str, Any] = kwargs
-        self._tensors = [(tensor, version(tensor)) for tensor in every_tensor((args, kwargs))]
+        self._tensors = [
+            (tensor, tensor_version(tensor)) for tensor in every_tensor((args, kwargs))
+        ]
         self.autocast: Autocast = current_autocast()
         self._has_grad = torch.is_grad_enabled()
         self._is_inference = torch.is_inference_mode_enabled()
-        self._copies = changing.copies(root)
+        self._copies = changing.copy_changing(root)
         self._random = RandomStates(changing.generators)
 
     def are_inputs_overwritten(self) -> bool:
         """Tell whether an input has been overwritten in place since the run began."""
-        return any(version(tensor) != before for tensor, before in self._tensors)
+        return any(tensor_version(tensor) != before for tensor, before in self._tensors)
 
     def why_not_repeatable(self) -> str | None:
         """Say why the run cannot be repeated; None if it can."""
@@ -72,7 +79,7 @@ class RunStart:
     @contextmanager
     def restored(self, root: nn.Module) -> Iterator[None]:
         """Put buffers, random states and modes as they were when the run began, for the block."""
-        with restore_state(list(root.modules())):
+        with restore_modes_buffers_rng(list(root.modules())):
             for table, name, copy in self._copies:
                 buffer = table.get(name)
                 if buffer is not None and buffer.shape == copy.shape:
@@ -120,18 +127,18 @@ class ChangingBuffers:
         self._versions: list[tuple[int, int | None]] | None = None
         self._lock = fork_safe_lock()  # runs may begin in several threads
 
-    def copies(self, root: nn.Module) -> list[Buffer]:
+    def copy_changing(self, root: nn.Module) -> list[Buffer]:
         """Copy the buffers that the run may change."""
         with self._lock:
             if self._is_training is not root.training:
                 self._is_training = root.training
                 modules = list(root.modules())
                 self.generators = generators_of(modules)
-                self._all = [(table, name) for table, name, _ in buffers_of(modules)]
+                self._all = [(table, name) for table, name, _ in buffers_with_numbers(modules)]
                 self._versions = [_identity_and_version(*place) for place in self._all]
             return _copy_buffers(self._changing if self._versions is None else self._all)
 
-    def learn(self) -> None:
+    def find_changed(self) -> None:
         """Learn which buffers a run has changed that has ended."""
         with self._lock:
             before, self._versions = self._versions, None
@@ -155,7 +162,7 @@ def _changed_places(places: list[_Place], before: list[tuple[int, int | None]]) 
 
 def _identity_and_version(table: dict[str, Tensor | None], name: str) -> tuple[int, int | None]:
     buffer = table.get(name)
-    return id(buffer), None if buffer is None else version(buffer)
+    return id(buffer), None if buffer is None else tensor_version(buffer)
 
 
 # -- the second run beside the first -------------------------------------------------------------
@@ -187,39 +194,39 @@ class RunComparison:
         self._last_equal = -1
         self.difference: str | None = None
 
-    def compare(self, path: str, output: Any, n_operations: int) -> None:
+    def compare_output(self, path: str, output: Any, n_operations: int) -> None:
         """Compare an output after so many operations of the repeated run with that of the first."""
         pending = self._first.get(path)
         if pending is None or self.difference is not None:
             return
         call, self._n_calls[path] = self._n_calls[path], self._n_calls[path] + 1
         if not pending:
-            self._note_difference(path, call)
+            self._record_difference(path, call)
             return
         first, measure = pending.popleft()
         again = (measure or probe_sum)(output)
         if again is None or not _are_same(first, again, output, is_compiled=measure is None):
-            self._note_difference(path, call)
+            self._record_difference(path, call)
         elif not first.isfinite():
             self._last_equal = n_operations
 
-    def skip(self, path: str) -> None:
+    def skip_output(self, path: str) -> None:
         """Compare no number of an output: it holds memory that was never written."""
         if self._first.get(path):
             self._first[path].popleft()
             self._n_calls[path] += 1
 
-    def end(self, paths: set[str]) -> None:
+    def check_missing_calls(self, paths: set[str]) -> None:
         """Notice calls that the repeated run has not made; `paths` are the modules it watched."""
         for path, pending in self._first.items():
             if pending and path in paths and self.difference is None:
-                self._note_difference(path, self._n_calls[path])
+                self._record_difference(path, self._n_calls[path])
 
-    def proves(self, number: int) -> bool:
+    def are_equal_until(self, number: int) -> bool:
         """Tell whether both runs were the same until they passed on what this operation made."""
         return self.difference is None or number <= self._last_equal
 
-    def _note_difference(self, path: str, call: int) -> None:
+    def _record_difference(self, path: str, call: int) -> None:
         self.difference = path_text(path) + (f"#{call}" if call else "")
 
 

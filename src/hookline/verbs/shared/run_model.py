@@ -25,7 +25,7 @@ _N_KEYS_SHOWN = 3
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: nn.Module, inputs: Any) -> Any:
     """Run a model: a tuple gives its arguments, a mapping its keyword arguments.
 
     A function is called without arguments; it runs the model somewhere inside. Any other object is
@@ -35,7 +35,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
     is_function = callable(inputs) and not isinstance(inputs, Tensor | nn.Module | Mapping | tuple)
     if is_function:
         return inputs()
-    args, kwargs = arguments_of(inputs)
+    args, kwargs = args_and_kwargs(inputs)
     try:
         return model(*args, **kwargs)
     except Exception as error:
@@ -47,19 +47,19 @@ def call(model: nn.Module, inputs: Any) -> Any:
         raise
 
 
-def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def args_and_kwargs(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return the positional and the keyword arguments that inputs stand for."""
     if isinstance(inputs, tuple):
         return inputs, {}
     return ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {})
 
 
-def copied(inputs: Any) -> Any:
+def copy_inputs(inputs: Any) -> Any:
     """Return the inputs with copied tensors, because a model may write to its inputs.
 
     The copies also get the gradients of the run.
     """
-    return map_inputs(_copy, inputs)
+    return map_inputs(_copy_tensor, inputs)
 
 
 def map_inputs(change: Callable[[Tensor], Tensor], inputs: Any) -> Any:
@@ -71,7 +71,7 @@ def map_inputs(change: Callable[[Tensor], Tensor], inputs: Any) -> Any:
     return tree.map_tensors(change, inputs)
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy_tensor(tensor: Tensor) -> Tensor:
     copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     if tensor.grad_fn is None:
         return copy
@@ -79,7 +79,7 @@ def _copy(tensor: Tensor) -> Tensor:
         return copy.clone()  # a non-leaf as well, which may be written to in place
 
 
-def check_arguments(inputs: Any, of: str) -> None:
+def refuse_function_or_iterator(inputs: Any, of: str) -> None:
     """Refuse a function or an iterator in place of the arguments of a model.
 
     Args:
@@ -118,7 +118,7 @@ def signature_of(model: nn.Module) -> inspect.Signature | None:
 
 def binding_error(signature: inspect.Signature, inputs: Any) -> TypeError | None:
     """Return the error of a signature that refuses inputs; None if the signature takes them."""
-    args, kwargs = arguments_of(inputs)
+    args, kwargs = args_and_kwargs(inputs)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -149,7 +149,7 @@ def unwrap_lone_tensor(model: nn.Module, inputs: Any) -> Any:
     return inputs if contextvars.Context().run(is_taken) else inputs[0]
 
 
-def _how_to_make_tensor(inputs: Any) -> str | None:
+def _tensor_conversion_advice(inputs: Any) -> str | None:
     """Say how to make a tensor of an array, of numbers or of texts; None for other inputs."""
     first = inputs
     while isinstance(first, list) and first:
@@ -180,7 +180,7 @@ def _input_advice(model: nn.Module, inputs: Any) -> str | None:
         )
     if isinstance(argument, Iterator):
         return "an iterator gives batches, and the model takes one batch.\nGive next(batches)."
-    in_place = _how_to_make_tensor(argument)
+    in_place = _tensor_conversion_advice(argument)
     if in_place is not None:
         return in_place
     if isinstance(argument, list):
@@ -192,7 +192,7 @@ def _input_advice(model: nn.Module, inputs: Any) -> str | None:
     refusal = None if signature is None else binding_error(signature, inputs)
     if signature is None or refusal is None:
         return None
-    args, kwargs = arguments_of(inputs)
+    args, kwargs = args_and_kwargs(inputs)
     if kwargs:
         keys = ", ".join(f"{key!r}: ..." for key in itertools.islice(kwargs, _N_KEYS_SHOWN))
         more = ", ..." * (len(kwargs) > _N_KEYS_SHOWN)

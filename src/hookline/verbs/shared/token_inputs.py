@@ -48,7 +48,7 @@ class TokenInputs:
         return self.is_token[:, self.is_token.shape[1] - self.shape[1] :]
 
     @property
-    def starts(self) -> Tensor:
+    def is_start(self) -> Tensor:
         """Mark the first token of each sequence, `(rows, tokens)`, also of those packed into a row.
 
         Raises:

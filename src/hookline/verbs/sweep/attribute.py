@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hookline.engine import Selector, module_tree
 from hookline.errors import InputError, check_option_names, check_positive_int
 from hookline.statistics.site_dict import SiteDict
-from hookline.verbs.shared.run_model import Inputs, call, copied
+from hookline.verbs.shared.run_model import Inputs, call_model, copy_inputs
 from hookline.verbs.shared.run_settings import RandomStates, generators_of
 from hookline.verbs.sweep.changing import Changing, recorded_run
 from hookline.verbs.sweep.forwards import Forwards
@@ -125,11 +125,11 @@ def attribute(
     _check_options(options)
     along, steps, n_checked = options.get("along"), options.get("steps"), options.get("check", 0)
     with without_side_effects(model, "hl.attribute(model, ...)", inputs, clean):
-        modules, run = module_tree(model), partial(call, model)
+        modules, run = module_tree(model), partial(call_model, model)
         may_draw, random_states = is_hooked(model), RandomStates(generators_of(model.modules()))
-        output, recording = recorded_run(modules, lambda: run(copied(clean)), selector)
+        output, recording = recorded_run(modules, lambda: run(copy_inputs(clean)), selector)
         if may_draw or not random_states.are_current():
-            refuse_random(metric, lambda: copy_of(output), lambda: run(copied(clean)))
+            refuse_random(metric, lambda: copy_of(output), lambda: run(copy_inputs(clean)))
         values: dict[str, list[Tensor]] = {}  # of the clean run
         entries = clean_patches(modules, selector, values)
         goals = {site: require_floating(site, recording[site]) for site in sites_of(entries)}
@@ -146,7 +146,7 @@ def attribute(
                 points = (slopes.at([site], {site: goal}, place) for place in _midpoints(steps))
                 integrals |= _integrate(start, {site: goal}, points)
         else:
-            _, line = recorded_run(modules, lambda: run(copied(clean)), along)
+            _, line = recorded_run(modules, lambda: run(copy_inputs(clean)), along)
             moved = {str(site): line[site] for site in line.sites}
             points = (slopes.at(list(goals), moved, place) for place in _midpoints(steps))
             integrals = _integrate(start, slopes.values_at_end(list(goals), moved), points)

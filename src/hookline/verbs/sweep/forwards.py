@@ -15,8 +15,8 @@ from hookline.display.text import listed
 from hookline.engine import ModuleTree, foreign_hooks, is_scripted, parse_site
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError
-from hookline.verbs.record.track_model_state import KeptState, may_keep_state
-from hookline.verbs.shared.run_model import copied
+from hookline.verbs.record.model_state_tracker import ModelStateTracker, may_keep_state
+from hookline.verbs.shared.run_model import copy_inputs
 from hookline.verbs.shared.run_settings import RandomStates, generators_of
 from hookline.verbs.sweep.agreement import may_be_rounding, numbers_agree, outputs_agree
 from hookline.verbs.sweep.changing import Changing
@@ -86,13 +86,13 @@ class Forwards:
         self._most_joined: int = 0  # changes at several sites that may share a forward
         self.count: int = 0
         self.notes: list[str] = []
-        state = KeptState(model) if may_keep_state(model) else None
+        state = ModelStateTracker(model) if may_keep_state(model) else None
         self.output: Any = None
         self._batches = self._begin()
-        changed = state.changed() if state else []
+        changed = state.changed_names() if state else []
         if state and changed:  # a first run may fill a cache, or register hooks that collect
             self._batches = self._begin()
-            changed = state.changed()
+            changed = state.changed_names()
         self.baseline: float = metric_number(metric, copy_of(self.output))
         self._may_share = not changed
         if changed:
@@ -127,7 +127,7 @@ class Forwards:
 
     def _forward(self, inputs: Any) -> Any:
         self.count += 1
-        return self._run(copied(inputs))
+        return self._run(copy_inputs(inputs))
 
     # -- the changes -----------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from hookline.engine import is_recomputing
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AmbiguousError, InputError, StructureError
 from hookline.verbs.edit.edit import edit
-from hookline.verbs.shared.gradients import gradients
-from hookline.verbs.shared.run_model import call, copied
+from hookline.verbs.shared.gradients import compute_gradients
+from hookline.verbs.shared.run_model import call_model, copy_inputs
 from hookline.verbs.sweep.metric import Metric, metric_number
 
 Values = Mapping[str, Any]
@@ -115,7 +115,7 @@ class PathGradients:
                     " differentiable functions of torch: no argmax, .item() or torch.no_grad()."
                     " hl.sweep takes any metric."
                 )
-            grads = gradients([metric.sum()], [zeros.leaves[site] for site in sites])
+            grads = compute_gradients([metric.sum()], [zeros.leaves[site] for site in sites])
         if all(grad is None for grad in grads):
             raise InputError(
                 f"metric must depend on a value at {', '.join(sites[:3])}, got one that depends on"
@@ -152,7 +152,7 @@ class PathGradients:
                 lines.enter_context(edit(self._model, moves))
             additions = {site: in_this_run(partial(zeros.add, site)) for site in sites}
             lines.enter_context(edit(self._model, additions))
-            output = call(self._model, copied(self._inputs))
+            output = call_model(self._model, copy_inputs(self._inputs))
             is_over = True
             yield output
 

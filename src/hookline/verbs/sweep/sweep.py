@@ -16,7 +16,7 @@ from hookline.engine import Selection, Selector, Site, module_tree
 from hookline.errors import InputError, NotRecordedError, check_option_names, check_positive_int
 from hookline.verbs.record.run_to_last_site import PartialForward
 from hookline.verbs.shared.progress_bar import progress_bar
-from hookline.verbs.shared.run_model import Inputs, call, copied
+from hookline.verbs.shared.run_model import Inputs, call_model, copy_inputs
 from hookline.verbs.sweep.changing import Changing
 from hookline.verbs.sweep.forwards import Forwards
 from hookline.verbs.sweep.grid import (
@@ -142,11 +142,11 @@ def sweep(
         with changing.hooked(sites_of(entries, outside=True)):
             clean_metric = None
             if puts_back:
-                output, noted = changing.noting(lambda: run(copied(clean)))
+                output, noted = changing.noting(lambda: run(copy_inputs(clean)))
                 values.update(noted)
                 clean_metric = metric_number(metric, output)
             elif clean is not None:
-                clean_metric = metric_number(metric, run(copied(clean)))
+                clean_metric = metric_number(metric, run(copy_inputs(clean)))
             forwards = Forwards(changing, run, inputs, metric)
             refuse_constant(metric, forwards.output, forwards.baseline)
             grid = Grid(entries, each, changing.known)
@@ -194,7 +194,7 @@ def _reader(
 ) -> Iterator[Callable[[Any], Any]]:
     """Yield a function that runs the model and returns what the metric reads."""
     if read is None:
-        yield partial(call, model)
+        yield partial(call_model, model)
         return
     with PartialForward(model, read, "sweep", {}) as runner:
         if len(runner.sites) != 1:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hookline.engine import Site, foreign_hooks, has_numbers
 from hookline.engine.pytree import tree
-from hookline.verbs.shared.model_state import version
+from hookline.verbs.shared.model_state import tensor_version
 from hookline.verbs.sweep.rows_per_change import NoRowsError, longer_dim
 
 # The block that records or replays in this context. Other threads get the original forwards.
@@ -120,7 +120,7 @@ class Tape:
         self.calls.append(call)
         self._stack.append(call)
         given = _tensors_among(args, kwargs)
-        versions = list(map(version, given))
+        versions = list(map(tensor_version, given))
         contents = [_contents(value) for value in (*args, *kwargs.values())]
         try:
             output = forward(*args, **kwargs)
@@ -131,7 +131,9 @@ class Tape:
             return output
         if self._kept is None or call.number in self._kept:
             pairs = enumerate(zip(given, versions, strict=True))
-            call.writes = [(n, tensor.clone()) for n, (tensor, v) in pairs if version(tensor) != v]
+            call.writes = [
+                (n, tensor.clone()) for n, (tensor, v) in pairs if tensor_version(tensor) != v
+            ]
             now = [_contents(value) for value in (*args, *kwargs.values())]
             call.fills = contents != now
         self._note(call, output)
@@ -153,11 +155,11 @@ class Tape:
         elif not is_tensor:  # a cache may go on growing
             call.output = tree.map_tensors(lambda tensor: tensor, output)
         if self._kept is None:  # a first run, which tells what may be kept
-            self._seen += [(call.number, t, version(t), _sum(t)) for t in tensors]
+            self._seen += [(call.number, t, tensor_version(t), _sum(t)) for t in tensors]
 
     def _copy(self, tensor: Tensor) -> Tensor:
         # One copy of a tensor that several calls return: a write to it is seen by all of them.
-        key = id(tensor), version(tensor)
+        key = id(tensor), tensor_version(tensor)
         if key not in self._copies:
             copy = tensor.clone()
             self._copies[key] = tensor, copy
@@ -172,7 +174,7 @@ class Tape:
         numbers = {0} | {
             number
             for number, tensor, before, _ in self._seen
-            if before is None or version(tensor) != before
+            if before is None or tensor_version(tensor) != before
         }
         self.unseen = {
             number

@@ -41,7 +41,7 @@ from hookline.statistics.value_statistics import BLOCK_NUMEL, mean_and_std
 from hookline.util.stopwatch import STOPWATCH
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.finalizing_line import FinalizingLine
-from hookline.verbs.shared.ports_of_selections import refuse_other_ports
+from hookline.verbs.shared.refused_ports import refuse_ignored_ports
 from hookline.verbs.watch.call_times import ClockTap, RunningCalls, TimedCall
 
 
@@ -254,7 +254,7 @@ def watch(
     line.options.lenient = selector is None
     watching = Watch(line, model, file)
     default_ports = ("output", "grad_output") if ports is None else check_ports(ports)
-    refuse_other_ports(ports or default_ports, selector)
+    refuse_ignored_ports(ports or default_ports, selector)
     watching.start(line.select(selector, default_ports), optional=ports is None)
     return watching
 

@@ -8,7 +8,7 @@ from hookline.engine import Selection, Selector, check_ports, path_text
 from hookline.errors import SelectionError
 
 
-def refuse_other_ports(ports: str | Sequence[str], selector: Selector) -> None:
+def refuse_ignored_ports(ports: str | Sequence[str], selector: Selector) -> None:
     """Refuse a selection none of whose sites is at the ports, unless these are the default.
 
     Raises:

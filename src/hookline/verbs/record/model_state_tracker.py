@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hookline.engine import own_buffers, own_parameters
 from hookline.engine.pytree import tree
 from hookline.files.safetensors_file import flat_bytes
+from hookline.verbs.shared.model_state import tensor_version
 
 _COMPARED_BYTES = 2**20  # of a tensor; a larger one counts by its identity and its version
 _MOST_COMPARED_BYTES = 2**26  # of all tensors
@@ -31,7 +32,7 @@ _CLOSED = (sys.stdlib_module_names - {"argparse", "collections", "types"}) | {"t
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_is_torch_compile", "forward"}
 
 
-class _Seen(NamedTuple):
+class _TensorSnapshot(NamedTuple):
     """Remember a tensor at one moment."""
 
     tensor: weakref.ref[Tensor]  # a weak reference to the tensor
@@ -42,7 +43,7 @@ class _Seen(NamedTuple):
         """Tell whether a tensor is what was seen."""
         values = self.values
         if values is None or not _has_values(tensor):
-            return self.tensor() is tensor and self.version == _version(tensor)
+            return self.tensor() is tensor and self.version == tensor_version(tensor)
         forms = [(each.dtype, each.shape, each.device) for each in (values, tensor)]
         if forms[0] != forms[1]:
             return False
@@ -52,7 +53,7 @@ class _Seen(NamedTuple):
 
 
 @final
-class KeptState:
+class ModelStateTracker:
     """Compare parameters, buffers and plain attributes of a model with those of the last look.
 
     Args:
@@ -63,7 +64,7 @@ class KeptState:
         self._model = model
         self._last = _snapshot(model, {})
 
-    def changed(self) -> list[str]:
+    def changed_names(self) -> list[str]:
         """Return the names of the tensors and attributes that have changed since the last look."""
         before, self._last = self._last, _snapshot(self._model, self._last)
         return [
@@ -103,9 +104,9 @@ def _snapshot(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
             key = prefix + name
             last = before.get(key, _ABSENT)
             if type(value) in _PLAIN:
-                marks[key] = last if _is_same(value, last) else value
+                marks[key] = last if _is_same_value(value, last) else value
                 continue
-            is_still = type(last) is _Seen and last.is_unchanged(value)
+            is_still = type(last) is _TensorSnapshot and last.is_unchanged(value)
             mark = marks[key] = (
                 last if is_still else _snapshot_tensor(value, min(room, _COMPARED_BYTES))
             )
@@ -140,14 +141,14 @@ def _add_parts(
         state.append((name, value))
     elif depth > depths.get(id(value), 0):
         depths[id(value)] = depth  # many modules may hold one object
-        for key, part in _items(value):
+        for key, part in _named_parts(value):
             if type(part) in _PLAIN:  # most are: a call for each would be half of the time
                 state.append((name + key, part))
             else:
                 _add_parts(state, name + key, part, depth - 1, depths)
 
 
-def _items(value: Any) -> list[tuple[str, Any]]:
+def _named_parts(value: Any) -> list[tuple[str, Any]]:
     """Return the parts of a container or a plain object, each with its name; [] of large ones."""
     if isinstance(value, dict | list | tuple | deque):
         if len(value) > _MOST_PARTS:
@@ -160,7 +161,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     return [(f".{key}", part) for key, part in attributes] * (len(attributes) <= _MOST_PARTS)
 
 
-def _is_same(value: Any, last: Any) -> bool:
+def _is_same_value(value: Any, last: Any) -> bool:
     """Tell whether a plain value is what it was; NaN is NaN."""
     if value is last:
         return True
@@ -168,17 +169,13 @@ def _is_same(value: Any, last: Any) -> bool:
     return type(value) is type(last) and (repr(value) == repr(last) if is_float else value == last)
 
 
-def _snapshot_tensor(tensor: Tensor, most_bytes: int) -> _Seen:
+def _snapshot_tensor(tensor: Tensor, most_bytes: int) -> _TensorSnapshot:
     values = None
     if _has_values(tensor) and tensor.nbytes <= most_bytes:
         values = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return _Seen(weakref.ref(tensor), _version(tensor), values)
+    return _TensorSnapshot(weakref.ref(tensor), tensor_version(tensor), values)
 
 
 def _has_values(tensor: Tensor) -> bool:
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     return is_plain and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version

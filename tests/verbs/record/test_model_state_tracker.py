@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.record.track_model_state import KeptState, may_keep_state
+from hookline.verbs.record.model_state_tracker import ModelStateTracker, may_keep_state
 
 ROWS = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
 
@@ -178,11 +178,11 @@ def test_what_changes_is_named_once(change):
     model.number, model.nested = float("nan"), {"a": ([1, 2], torch.ones(2))}
     model.other = model.same = type("Own", (), {})()
     model.other.itself, model.other.parts = model.other, {"a": [1]}
-    state = KeptState(model)
-    assert state.changed() == []
+    state = ModelStateTracker(model)
+    assert state.changed_names() == []
     change(model)
-    assert len(state.changed()) == 1
-    assert state.changed() == []
+    assert len(state.changed_names()) == 1
+    assert state.changed_names() == []
 
 
 class Unreadable(dict):
@@ -209,11 +209,11 @@ def test_a_container_in_training_mode_keeps_no_state(training):
 
 def test_a_tensor_of_another_form_has_changed():
     model = Recurrent("in place")
-    state = KeptState(model)
+    state = ModelStateTracker(model)
     for other in (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int32)):
         model.h = other  # of the same bytes
-        assert state.changed() == ["h"]
-        assert state.changed() == []
+        assert state.changed_names() == ["h"]
+        assert state.changed_names() == []
 
 
 COMPLEX = torch.tensor([1 + 2j, 3 - 1j])
@@ -236,8 +236,8 @@ COMPLEX = torch.tensor([1 + 2j, 3 - 1j])
 def test_a_tensor_of_any_layout_is_compared_by_its_values(tensor):
     model = Recurrent("in place")
     model.h = tensor
-    state = KeptState(model)
-    assert state.changed() == []
+    state = ModelStateTracker(model)
+    assert state.changed_names() == []
     is_the_same = not tensor.numel() or bool(tensor.isnan().all())
     model.h = tensor.clone() if is_the_same else tensor + 1  # a GPU's NaN has other bits
-    assert state.changed() == ([] if is_the_same else ["h"])
+    assert state.changed_names() == ([] if is_the_same else ["h"])
