@@ -33,12 +33,12 @@ def test_a_value_waits_while_another_thread_makes_slots():
     count = Count()
     slots = Slots((count,), 1)
     slots.lock = ToldLock()
-    site = slots.site(Site("fc"), (0, 0))
+    site = slots.slots_of_site(Site("fc"), (0, 0))
     count.meanwhile = Meanwhile(lambda: site.add(torch.ones(3)), slots.lock)
     site.add(torch.ones(4))
     count.meanwhile.end()
     assert not site.is_off
-    assert [one.tolist() for one in site.take()] == [[7.0]]
+    assert [one.tolist() for one in site.pop_slots()] == [[7.0]]
 
 
 def test_a_statistic_whose_slots_are_no_flat_tensor_is_named():
@@ -46,7 +46,7 @@ def test_a_statistic_whose_slots_are_no_flat_tensor_is_named():
         count = Count()
         count.meanwhile, count.start = None, lambda value, made=made: made
         slots = Slots((count,), 1)
-        site = slots.site(Site("fc"), (0, 0))
+        site = slots.slots_of_site(Site("fc"), (0, 0))
         site.add(torch.ones(4))
         with pytest.warns(hl.HooklineWarning, match=r"Count\.start must return a flat float64"):
             slots.warn_of_complaints()
@@ -72,14 +72,14 @@ def moments_of(*values):
 
 
 def take(site):
-    (slots,) = site.take()
+    (slots,) = site.pop_slots()
     return slots
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_values_that_wait_are_those_of_their_time():
     slots = Slots((hl.stats.moments(),), 2)
-    first, second = (slots.site(Site(name), (n, 0)) for n, name in enumerate("ab"))
+    first, second = (slots.slots_of_site(Site(name), (n, 0)) for n, name in enumerate("ab"))
     value = torch.randn(5)
     before = value.clone()
     first.add(value)
@@ -88,14 +88,14 @@ def test_values_that_wait_are_those_of_their_time():
     second.add(torch.ones(2))
     torch.testing.assert_close(take(first), moments_of(before))
     torch.testing.assert_close(take(second), moments_of(before[:3], torch.ones(2)))
-    assert first.take() is None
+    assert first.pop_slots() is None
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_values_do_not_wait_for_more_than_is_kept(monkeypatch):
     monkeypatch.setattr(module, "_MOST_DEFERRED", 9)
     slots = Slots((hl.stats.moments(),), 3)
-    sites = [slots.site(Site(name), (n, 0)) for n, name in enumerate("abc")]
+    sites = [slots.slots_of_site(Site(name), (n, 0)) for n, name in enumerate("abc")]
     for site in sites:
         site.add(torch.ones(4))
     assert not slots._deferred
@@ -107,7 +107,7 @@ def test_values_on_another_stream_do_not_wait(monkeypatch):
     for place in (module, moments_statistic):
         monkeypatch.setattr(place, "is_on_default_stream", lambda device: False)
     slots = Slots((hl.stats.moments(),), 1)
-    site = slots.site(Site("fc"), (0, 0))
+    site = slots.slots_of_site(Site("fc"), (0, 0))
     site.add(torch.ones(4))
     assert not slots._deferred
     assert hl.stats.moments().measure_many([torch.ones(4, dtype=torch.float16)]) is None
@@ -117,12 +117,12 @@ def test_values_on_another_stream_do_not_wait(monkeypatch):
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_values_apart_wait_apart():
     slots = Slots((hl.stats.moments(),), 1)
-    site = slots.site(Site("fc"), (0, 0))
+    site = slots.slots_of_site(Site("fc"), (0, 0))
     site.add(torch.ones(2))
-    site.add_apart(torch.zeros(3))
+    site.add_to_pass_slots(torch.zeros(3))
     site.add(torch.ones(2))
     assert take(site)[0] == 4
-    with slots.apart([site]):
+    with slots.use_pass_slots([site]):
         assert take(site)[0] == 3
 
 
@@ -133,7 +133,7 @@ def test_values_that_fail_together_are_measured_alone(monkeypatch):
 
     monkeypatch.setattr(moments_statistic, "batched_moments", out_of_memory)
     slots = Slots((hl.stats.moments(),), 1)
-    site = slots.site(Site("fc"), (0, 0))
+    site = slots.slots_of_site(Site("fc"), (0, 0))
     site.add(torch.ones(4))
     assert take(site)[0] == 4
 
@@ -141,12 +141,12 @@ def test_values_that_fail_together_are_measured_alone(monkeypatch):
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_site_that_was_left_out_no_longer_waits():
     slots = Slots((hl.stats.moments(),), 2)
-    first, second = (slots.site(Site(name), (n, 0)) for n, name in enumerate("ab"))
+    first, second = (slots.slots_of_site(Site(name), (n, 0)) for n, name in enumerate("ab"))
     first.add(torch.ones(4))
     second.add(torch.ones(4))
     first.add(torch.ones(4, dtype=torch.int32))
     assert first.is_off
-    assert first.take() is None
+    assert first.pop_slots() is None
     assert take(second)[0] == 4
 
 

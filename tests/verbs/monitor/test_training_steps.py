@@ -81,7 +81,7 @@ def with_a_site_that_appears():
     slots.lock = ToldLock()
 
     def appear():
-        slots.site(Site("late"), (1, 0)).merge([torch.zeros(8)])
+        slots.slots_of_site(Site("late"), (1, 0)).merge([torch.zeros(8)])
 
     slots._sites["slow"] = Appears(Meanwhile(appear, slots.lock))
     return slots, slots._sites["slow"].meanwhile

@@ -55,7 +55,7 @@ class Batch:
         """The number of rows.
 
         Raises:
-            NotApplicable: the inputs do not tell it.
+            CheckNotApplicable: the inputs do not tell it.
         """
         values = list(itertools.chain(self.args, self.named.values()))
         first = next((value for value in values if any(tree.tensors(value))), None)
@@ -67,7 +67,7 @@ class Batch:
         """Return the number of rows.
 
         Raises:
-            NotApplicable: there is one row, or the inputs do not tell.
+            CheckNotApplicable: there is one row, or the inputs do not tell.
         """
         if self.n_rows < 2:
             raise CheckNotApplicable(
@@ -79,7 +79,7 @@ class Batch:
         """Return the arguments of some rows, in an order.
 
         Raises:
-            NotApplicable: it is not clear which dimension of an argument has the rows.
+            CheckNotApplicable: it is not clear which dimension of an argument has the rows.
         """
         n_rows = self.n_rows
 
@@ -119,7 +119,7 @@ class Batch:
         """The number of tokens of a row.
 
         Raises:
-            NotApplicable: the model is given no ids of tokens.
+            CheckNotApplicable: the model is given no ids of tokens.
         """
         if not self.ids:
             raise CheckNotApplicable("the inputs must be ids of tokens")
@@ -141,7 +141,7 @@ class Batch:
         """Return the mask of the tokens, ones where none is given; shape `(rows, tokens)`.
 
         Raises:
-            NotApplicable: it has another shape.
+            CheckNotApplicable: it has another shape.
         """
         ids: Tensor = self.named[self.ids]
         mask = self.named.get(MASK)
@@ -155,7 +155,7 @@ class Batch:
         """Return the arguments with three tokens of padding on a side.
 
         Raises:
-            NotApplicable: the model takes no mask, or has no positions left.
+            CheckNotApplicable: the model takes no mask, or has no positions left.
         """
         n_tokens = self.n_tokens
         if MASK not in self.accepted:
@@ -202,7 +202,7 @@ class Batch:
         """Yield each padded row alone, without its padding.
 
         Raises:
-            NotApplicable: no row has padding at its ends.
+            CheckNotApplicable: no row has padding at its ends.
         """
         n_tokens, real = self.n_tokens, self.with_mask().mask.bool()
         rows = [

@@ -156,7 +156,7 @@ def _checkpoint_blocks(model: Any) -> None:
     """Checkpoint the blocks of a model; `restore_after_run` takes it back.
 
     Raises:
-        NotApplicable: no blocks are known.
+        CheckNotApplicable: no blocks are known.
     """
     if getattr(model, "supports_gradient_checkpointing", False):
         # A newer transformers has another name for it, and warns of the old one.

@@ -130,7 +130,7 @@ class Trials:
         """Return a copy of the model in a dtype or on a device.
 
         Raises:
-            NotApplicable: it cannot be copied.
+            CheckNotApplicable: it cannot be copied.
         """
         try:
             model = copy.deepcopy(self.model)

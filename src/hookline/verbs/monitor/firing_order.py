@@ -17,7 +17,7 @@ class FiringOrder:
     def __init__(self) -> None:
         self._last: NDArray[np.int32] = np.empty(0, np.int32)
 
-    def rank_sites(self, layout: Layout, turns: dict[str, int]) -> NDArray[np.int32]:
+    def firing_positions(self, layout: Layout, turns: dict[str, int]) -> NDArray[np.int32]:
         """Return the rank of each site of a layout, shape `(sites,)`, counted from 0.
 
         Sites of one rank fired in an order that is not known. A site without a value has `NO_TURN`.

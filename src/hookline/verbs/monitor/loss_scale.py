@@ -36,7 +36,7 @@ class LossScale:
             )
         self._scaler = None if scaler is None else weakref.ref(scaler)
 
-    def unscaled(self, grad: Tensor) -> Tensor:
+    def unscale(self, grad: Tensor) -> Tensor:
         """Return a gradient without the scale of the loss."""
         scaler = None if self._scaler is None else self._scaler()
         if scaler is None:
@@ -45,7 +45,7 @@ class LossScale:
             scale = scaler.scale(torch.ones((), device=grad.device))
             return _divided(grad.detach(), scale)
 
-    def find_scaler(self, step: int) -> None:
+    def find_running_scaler(self, step: int) -> None:
         """Look for a scaler that is stepping an optimizer: called in the optimizer's hook."""
         if self._scaler is not None:
             return

@@ -267,7 +267,7 @@ def monitor(
     try:
         sites = choose_sites(line, selector, ports)
         slots = Slots(statistics, len(sites.modules))
-        return _attach(line, sites, slots, every, to, LossScale(scaler))
+        return _attach_hooks(line, sites, slots, every, to, LossScale(scaler))
     except BaseException:
         line.remove()
         raise
@@ -276,7 +276,7 @@ def monitor(
 _CONSEQUENCE = Consequence("the curves of {sites} end", "the curves of {sites} are of {now}")
 
 
-def _attach(
+def _attach_hooks(
     line: EverywhereHooks, sites: ChosenSites, slots: Slots, every: int, to: Any, scaling: LossScale
 ) -> MonitorLine:
     root = line.root
@@ -284,7 +284,7 @@ def _attach(
     parameters = Parameters(sites.parameters, slots, ranks_by_fsdp1_parameter(root))
     reporting = Reporting(to, writes=not has_process_group() or dist.get_rank() == 0, model=root)
     steps = TrainingSteps(root, parameters, scaling, every, reporting.add, line.passes.lock)
-    line.passes.sink, line.passes.at_root = steps, steps.note_root_pass
+    line.passes.sink, line.passes.at_root = steps, steps.mark_root_pass
     values = ValueSites(slots, line.passes, scaling)
     line.attach_taps(sites.modules, values.bind, Order.RECORD)
     line.originals.add(sites.parameters)

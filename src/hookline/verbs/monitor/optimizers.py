@@ -39,7 +39,7 @@ class Optimizers:
 
     # -- which weights they hold -------------------------------------------------------------------
 
-    def held_by(self, optimizer: Optimizer) -> frozenset[int]:
+    def ids_held_by(self, optimizer: Optimizer) -> frozenset[int]:
         """Return the ids of the model's weights that an optimizer holds."""
         n = sum(len(group["params"]) for group in optimizer.param_groups)
         entry = self._held.get(optimizer)
@@ -49,14 +49,14 @@ class Optimizers:
             self._unheld = None
         return entry[1]
 
-    def all_held(self) -> frozenset[int]:
+    def all_held_ids(self) -> frozenset[int]:
         """Return the ids of the weights that any optimizer holds."""
         return frozenset().union(*(ids for _, ids in self._held.values()))
 
     def unheld_weights(self) -> list[Tensor]:
         """Return the weights that no optimizer holds."""
         if self._unheld is None:
-            held = self.all_held()
+            held = self.all_held_ids()
             free = [weight for weight in self._weights() if id(weight) not in held]
             self._unheld = list(map(weakref.ref, free))
         return [weight for ref in self._unheld if (weight := ref()) is not None]
@@ -71,11 +71,11 @@ class Optimizers:
 
     # -- which step together -----------------------------------------------------------------------
 
-    def note_run(self) -> None:
+    def mark_run(self) -> None:
         """Note that the model runs with gradients."""
         self._has_run = True
 
-    def partners_before_run(self, optimizer: Optimizer) -> Iterable[Optimizer]:
+    def partners_stepped_before_run(self, optimizer: Optimizer) -> Iterable[Optimizer]:
         """Return the partners of an optimizer whose last steps were before the present run."""
         return self._partners.get(optimizer, ()) if self._has_run else ()
 
@@ -88,6 +88,6 @@ class Optimizers:
             self._partners.setdefault(member, weakref.WeakSet()).add(partner)
         return last
 
-    def note_step(self, optimizer: Optimizer) -> None:
+    def mark_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
         self._last, self._has_run = weakref.ref(optimizer), False

@@ -66,26 +66,26 @@ class Parameters:
         for number, (site, node) in enumerate(places, slots.n_modules):
             parameter = self._known.setdefault(id(node.tensor), _Parameter(node.tensor))
             over = parts.get(id(node.tensor), [])
-            of_site = slots.site(site, (number, 0), MINE if over else FIRST)
+            of_site = slots.slots_of_site(site, (number, 0), MINE if over else FIRST)
             of_site.over = over
             setattr(parameter, site.port, of_site)
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def held_by(self, optimizer: Optimizer) -> list[_Parameter]:
+    def parameters_held_by(self, optimizer: Optimizer) -> list[_Parameter]:
         """Return the parameters that an optimizer holds, each once."""
         return list(filter(None, map(self._known.get, dict.fromkeys(parameter_ids(optimizer)))))
 
     @torch.no_grad()
-    def measure_before(self, optimizer: Optimizer, *, has_grads: bool) -> None:
+    def measure_before_step(self, optimizer: Optimizer, *, has_grads: bool) -> None:
         """Measure weights and gradients before a step, and copy the weights for the update.
 
         Args:
             optimizer: the optimizer.
             has_grads: whether the gradients are there; a closure computes them in the step.
         """
-        parameters, pairs = self.held_by(optimizer), []
+        parameters, pairs = self.parameters_held_by(optimizer), []
         for parameter in parameters:
             tensor, grad = parameter.tensor, parameter.tensor.grad
             if parameter.value is not None:
@@ -105,21 +105,21 @@ class Parameters:
         copy_all(copies, weights)
 
     @torch.no_grad()
-    def measure_after(self, optimizer: Optimizer, *, has_grads: bool) -> None:
+    def measure_after_step(self, optimizer: Optimizer, *, has_grads: bool) -> None:
         """Measure updates after a step, and the gradients that a closure has computed."""
         pairs: list[tuple[SiteSlots, Tensor]] = []
         moved: list[tuple[SiteSlots, Tensor, Tensor]] = []
-        for parameter in self.held_by(optimizer):
+        for parameter in self.parameters_held_by(optimizer):
             grad = parameter.tensor.grad
             if parameter.grad is not None and has_grads and grad is not None:
                 pairs.append((parameter.grad, _summed_over_ranks(grad)))
             if parameter.update is not None and parameter.before is not None:
                 if type(parameter.tensor) not in PLAIN:
-                    parameter.update.note_sharding(parameter.tensor)
+                    parameter.update.record_sharding(parameter.tensor)
                 moved.append((parameter.update, parameter.before, _local_part(parameter.tensor)))
                 if not self.keeps_copies:
                     parameter.before = None
-        self.slots.add_many(pairs + _updates(moved))
+        self.slots.add_many(pairs + _weight_updates(moved))
 
     @torch.no_grad()
     def measure_weights(self, tensors: Iterable[Tensor]) -> None:
@@ -128,10 +128,10 @@ class Parameters:
         self.slots.add_many(self._weight_pairs(known))
 
     @torch.no_grad()
-    def measure_weights_apart(self) -> None:
+    def measure_weights_into_pass_slots(self) -> None:
         """Measure all weights, for a pass that is a step if no optimizer steps."""
         pairs = self._weight_pairs(self._known.values())
-        with self.slots.apart([site for site, _ in pairs]):
+        with self.slots.use_pass_slots([site for site, _ in pairs]):
             self.slots.add_many(pairs)
 
     @staticmethod
@@ -157,7 +157,7 @@ def _local_part(tensor: Tensor) -> Tensor:
     return tensor if type(tensor) in PLAIN else local_part(tensor)
 
 
-def _updates(
+def _weight_updates(
     moved: Iterable[tuple[SiteSlots, Tensor, Tensor]],
 ) -> list[tuple[SiteSlots, Tensor]]:
     """Return `after - before` of weights, in float32 for narrower dtypes.

@@ -31,7 +31,7 @@ class RankCopies:
         self._groups = _merge_overlapping(groups)
         self._differing: dict[str, set[tuple[int, int]]] = {}
 
-    def note_differences(self, layout: Layout, slots: NDArray[Any]) -> bool:
+    def record_differences(self, layout: Layout, slots: NDArray[Any]) -> bool:
         """Compare the slots of a report. Return True if ranks differ that had been alike.
 
         Args:

@@ -28,7 +28,15 @@ from hookline.errors import RanksError, warn
 from hookline.statistics.covariance import CovarianceStatistic
 from hookline.verbs.monitor.rank_copies import RankCopies
 from hookline.verbs.monitor.report_barrier import ReportBarrier
-from hookline.verbs.monitor.slots import ALL, FIRST, MINE, SiteSlots, Slots, absent, pack_slots
+from hookline.verbs.monitor.slots import (
+    ALL,
+    FIRST,
+    MINE,
+    SiteSlots,
+    Slots,
+    absent_slots,
+    pack_slots,
+)
 
 _QUESTION = "hl.monitor"
 # The port of the value that a gradient at a module is of.
@@ -36,7 +44,7 @@ _VALUES = {"grad_output": "output", "grad_input": "input"}
 
 
 @final
-class _Site(NamedTuple):
+class _RankSite(NamedTuple):
     """Hold what a rank says of a site, as JSON carries it."""
 
     name: str
@@ -47,7 +55,7 @@ class _Site(NamedTuple):
     splits_features: bool  # whether ranks have parts of the last dimension of a DTensor
 
     @classmethod
-    def of(cls, site: SiteSlots) -> _Site:
+    def from_slots(cls, site: SiteSlots) -> _RankSite:
         """Return what this rank says of a site."""
         port = _VALUES.get(site.site.port, site.site.port)
         value = str(replace(site.site, port=port))
@@ -81,7 +89,7 @@ class RankGatherer:
         self._statistics = slots.statistics
         self._model = weakref.ref(model)
         self._copies = RankCopies(())
-        self._by_name: dict[str, dict[int, _Site]] = {}
+        self._by_name: dict[str, dict[int, _RankSite]] = {}
         self._layout = Layout(slots.statistics, ())
         self._barrier: ReportBarrier | None = None  # once the ranks have agreed
         self._version = -1
@@ -149,12 +157,12 @@ class RankGatherer:
             self._agree_on_layout(sites, version)
             is_new = False
         self._barrier.wait_for_all(at.step, at.settings, is_last=at.is_last)
-        gathered = _all_gather(self._place_slots(sites, packed_slots, is_new=is_new))
+        gathered = _all_gather(self._slots_in_layout(sites, packed_slots, is_new=is_new))
         if gathered[:, 0].any():  # a site has appeared on some rank
             self._agree_on_layout(sites, version)
-            gathered = _all_gather(self._place_slots(sites, packed_slots, is_new=False))
+            gathered = _all_gather(self._slots_in_layout(sites, packed_slots, is_new=False))
         slots = gathered[:, 1:]
-        if self._copies.note_differences(self._layout, slots):
+        if self._copies.record_differences(self._layout, slots):
             self._layout = self._layout_of_all(len(slots))
         return self._layout, slots
 
@@ -176,22 +184,22 @@ class RankGatherer:
             "number": store.add("hookline/monitors", 1) if me == ranks[0] else 0,
         }
         by_rank = gather_json(_QUESTION, said, ranks)
-        _check_alike("statistics", [", ".join(said["statistics"]) for said in by_rank])
-        _check_alike("steps", [said["settings"] for said in by_rank])
+        _check_ranks_agree("statistics", [", ".join(said["statistics"]) for said in by_rank])
+        _check_ranks_agree("steps", [said["settings"] for said in by_rank])
         if len({said["model"] for said in by_rank}) == 1:  # the stages of a pipeline differ
-            _check_alike("sites", _unshared_sites([said["sites"] for said in by_rank]))
+            _check_ranks_agree("sites", _unshared_sites([said["sites"] for said in by_rank]))
         self._copies = RankCopies([said["split"] for said in by_rank])
         return ReportBarrier(store, f"hookline/monitor/{by_rank[0]['number']}", ranks, me)
 
     def _agree_on_layout(self, sites: list[SiteSlots], version: int) -> None:
         """Agree on the layout of all ranks: the sites of rank 0, then those of other ranks."""
-        rows = [_Site.of(site) for site in sites]
+        rows = [_RankSite.from_slots(site) for site in sites]
         by_rank = gather_json(_QUESTION, rows, group_ranks(None, _QUESTION))
         self._by_name = {}
         for rank, rows_there in enumerate(by_rank):
-            for site in itertools.starmap(_Site, rows_there):
+            for site in itertools.starmap(_RankSite, rows_there):
                 self._by_name.setdefault(site.name, {})[rank] = site
-        _warn_of_slot_counts(self._by_name)
+        _warn_of_differing_slot_counts(self._by_name)
         self._layout, self._version = self._layout_of_all(len(by_rank)), version
 
     def _layout_of_all(self, n_ranks: int) -> Layout:
@@ -220,13 +228,13 @@ class RankGatherer:
         """Return an entry for which no rank counts, if it is of features; else the entry."""
         if not isinstance(self._statistics[entry.statistic], CovarianceStatistic):
             return entry
-        self._slots.complain(
+        self._slots.add_complaint(
             entry.site, "has no covariance over all ranks, which may have parts of its features"
         )
         return replace(entry, ranks=())
 
     def _counting_ranks(
-        self, name: str, holders: dict[int, _Site], n_ranks: int
+        self, name: str, holders: dict[int, _RankSite], n_ranks: int
     ) -> tuple[int, ...] | None:
         """Return the ranks that count for a site; None for all."""
         kinds = {site.counts for site in holders.values()}
@@ -240,13 +248,15 @@ class RankGatherer:
             counting = self._copies.counting_ranks((name, holders[min(holders)].value), counting)
         return None if len(counting) == n_ranks and kinds == {ALL} else tuple(counting)
 
-    def _place_slots(self, sites: list[SiteSlots], packed_slots: Tensor, *, is_new: bool) -> Tensor:
+    def _slots_in_layout(
+        self, sites: list[SiteSlots], packed_slots: Tensor, *, is_new: bool
+    ) -> Tensor:
         """Put this rank's slots at their places in the layout; `ABSENT` stands for missing ones.
 
         A report begins with one number: whether a site has appeared. A site whose width differs
         from rank 0's has no place.
         """
-        placed = absent(1 + self._layout.width, "cpu")
+        placed = absent_slots(1 + self._layout.width, "cpu")
         placed[0] = float(is_new)
         if is_new:
             return placed
@@ -282,7 +292,7 @@ def _unshared_sites(by_rank: list[list[str]]) -> list[str]:
     ]
 
 
-def _check_alike(what: str, texts: list[str]) -> None:
+def _check_ranks_agree(what: str, texts: list[str]) -> None:
     """Refuse to gather the numbers of ranks that monitor different things.
 
     Raises:
@@ -295,7 +305,7 @@ def _check_alike(what: str, texts: list[str]) -> None:
         )
 
 
-def _warn_of_slot_counts(by_name: dict[str, dict[int, _Site]]) -> None:
+def _warn_of_differing_slot_counts(by_name: dict[str, dict[int, _RankSite]]) -> None:
     """Warn of sites of which only the slots that are as many as on the first rank are merged."""
     for name, holders in by_name.items():
         widths = {rank: str(sum(site.widths)) for rank, site in holders.items()}

@@ -60,7 +60,7 @@ class ReportBarrier:
         self.publish_settings(settings)
         first = json.loads(self._store.compare_set(f"{base}/first", "", json.dumps([self._me, at])))
         if first[1] != at:
-            self._set_verdict(base, _differing_text({first[0]: first[1], self._me: at}))
+            self._set_verdict(base, _differing_settings_text({first[0]: first[1], self._me: at}))
         elif self._store.add(f"{base}/come", 1) == len(self._ranks):
             self._set_verdict(base, _OPEN)
             for name in ("first", "come", "go"):  # all ranks have passed the last barrier
@@ -89,10 +89,12 @@ class ReportBarrier:
         """Wait for the verdict. From time to time, look whether a rank has other settings now."""
         until = time.monotonic() + patience
         while not wait_for_keys(self._store, [f"{base}/go"], min(patience, TIMEOUT_S)):
-            missing = [rank for rank in self._ranks if self._progress_of(rank)[0] < self._number]
-            at = {rank: self._progress_of(rank)[1] or settings for rank in (self._me, *missing)}
+            missing = [
+                rank for rank in self._ranks if self._last_barrier_of(rank)[0] < self._number
+            ]
+            at = {rank: self._last_barrier_of(rank)[1] or settings for rank in (self._me, *missing)}
             if len(set(at.values())) > 1:
-                self._set_verdict(base, _differing_text(at))
+                self._set_verdict(base, _differing_settings_text(at))
             elif time.monotonic() > until:
                 failed = failures_by_rank(missing)
                 texts = [failed.get(rank, "did not come") for rank in missing]
@@ -102,7 +104,7 @@ class ReportBarrier:
                     "\nLook at the output of that rank. Make the same steps on every rank.",
                 )
 
-    def _progress_of(self, rank: int) -> tuple[int, str]:
+    def _last_barrier_of(self, rank: int) -> tuple[int, str]:
         """Return a rank's last barrier, and its settings; "" where it has not told any."""
         key = f"{self._base}/at/{rank}"
         if not self._store.check([key]):
@@ -111,7 +113,7 @@ class ReportBarrier:
         return number, settings
 
 
-def _differing_text(at: dict[int, str]) -> str:
+def _differing_settings_text(at: dict[int, str]) -> str:
     at = dict(sorted(at.items()))
     return (
         f"the ranks report different steps: {format_by_rank(at, at.values())}."

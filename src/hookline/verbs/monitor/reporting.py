@@ -14,7 +14,7 @@ from hookline.display.text import plural, type_and_line
 from hookline.engine.model_fingerprint import recorded_model
 from hookline.errors import FolderError, HooklineWarning, warn
 from hookline.util.creating_process import CreatingProcess
-from hookline.verbs.monitor.writers import ReportWriter, name_of, writers_for
+from hookline.verbs.monitor.writers import ReportWriter, writer_name, writers_for
 from hookline.verbs.monitor.writers.files import RunWriter
 
 _MOST_TRIES = 3  # of one report, before later ones are tried
@@ -118,7 +118,7 @@ class _GuardedWriter:
         n_left = len(self._waiting) + max(self._n_left_out - 1, 0)
         if n_left:
             warn(
-                f"hl.monitor: {plural(n_left, 'report')} never reached {name_of(self._writer)}."
+                f"hl.monitor: {plural(n_left, 'report')} never reached {writer_name(self._writer)}."
                 "\nRead them from the curves that the monitor gave: seen."
             )
 
@@ -165,7 +165,7 @@ class _GuardedWriter:
         self._waiting.remove(refused)
         self._n_left_out += 1
         if self._n_left_out == 1 and refused.error is not None:
-            name, step = name_of(self._writer), refused.report.step
+            name, step = writer_name(self._writer), refused.report.step
             warn(
                 f"hl.monitor: {name} takes later steps, but has refused step {step}"
                 f" {refused.n_tries} times: {type_and_line(refused.error)}. Step {step} is left out"
@@ -184,6 +184,6 @@ class _GuardedWriter:
                 self._has_told = True
                 then = "" if is_last else "; each report tries again"
                 warn(
-                    f"hl.monitor: {name_of(self._writer)} raised {type_and_line(error)}."
+                    f"hl.monitor: {writer_name(self._writer)} raised {type_and_line(error)}."
                     f" The training goes on, and the numbers are kept.\nRead them from seen{then}."
                 )

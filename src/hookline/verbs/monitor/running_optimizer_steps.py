@@ -24,7 +24,9 @@ class RunningSteps(threading.local):
         # The ids of the parameters of each, and whether it counts.
         self._entries: list[tuple[frozenset[int], bool]] = []
 
-    def begin(self, frame: FrameType, held: frozenset[int], *, is_skipped: bool) -> bool:
+    def begins_counted_step(
+        self, frame: FrameType, held: frozenset[int], *, is_skipped: bool
+    ) -> bool:
         """Note a step that begins, and tell whether it counts.
 
         Args:
@@ -39,7 +41,7 @@ class RunningSteps(threading.local):
         self._entries.append((held, counts))
         return counts
 
-    def end(self, frame: FrameType) -> bool:
+    def ends_counted_step(self, frame: FrameType) -> bool:
         """Note a step that has ended, and tell whether it counts."""
         self._calls.end(frame)
         ended = self._entries[len(self._calls) :]

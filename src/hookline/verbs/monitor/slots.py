@@ -60,8 +60,8 @@ class SiteSlots:
     _slots: list[Tensor] | None = None
     _is_deferred: bool = False  # whether a value, the first of this step, is not measured yet
     turn: int = 0  # when the first value of this step came, as `Slots.next_turn` counts
-    # The slots and the turn of values that are kept apart.
-    aside: tuple[list[Tensor] | None, int] = None, 0
+    # The slots and the turn of values that count only where passes are steps.
+    pass_slots: tuple[list[Tensor] | None, int] = None, 0
     # The number of slots of each statistic; empty before the first value ever.
     widths: tuple[int, ...] = ()
     # The ranks over which a parameter is spread; empty for a copy, and for other values.
@@ -96,9 +96,9 @@ class SiteSlots:
         try:
             if type(value) not in PLAIN:
                 if is_partial_dtensor(value):
-                    self._leave_out("each rank has a summand of its values (the placement Partial)")
+                    self._turn_off("each rank has a summand of its values (the placement Partial)")
                     return
-                self.note_sharding(value)
+                self.record_sharding(value)
                 value = local_part(value)
             if value.requires_grad:
                 value = value.detach()
@@ -110,16 +110,16 @@ class SiteSlots:
                 if self.is_off:
                     return
                 if not torch.is_autocast_enabled(value.device.type):
-                    self._update(value, is_shared)
+                    self._update_slots(value, is_shared)
                     return
                 with torch.autocast(value.device.type, enabled=False):
-                    self._update(value, is_shared)
+                    self._update_slots(value, is_shared)
         except HooklineWarning:
             raise  # the user has made warnings errors
         except Exception as error:
-            self._leave_out(f"its statistic raised {type_and_line(error)}")
+            self._turn_off(f"its statistic raised {type_and_line(error)}")
 
-    def note_sharding(self, value: Tensor) -> None:
+    def record_sharding(self, value: Tensor) -> None:
         """Note which ranks count for a DTensor, and that a parameter is spread over its mesh."""
         if not is_dtensor(value):
             return
@@ -133,30 +133,30 @@ class SiteSlots:
         """Tell whether the site is one of a parameter."""
         return self.order[0] >= self._of.n_modules
 
-    def add_apart(self, value: Tensor) -> None:
+    def add_to_pass_slots(self, value: Tensor) -> None:
         """Measure a value that counts only where passes are steps."""
-        with self._of.lock:  # as `Slots.apart` does, in less time
-            self.swap_apart()
+        with self._of.lock:  # as `Slots.use_pass_slots` does, in less time
+            self.swap_pass_slots()
             try:
                 self.add(value)
             finally:
-                self.swap_apart()
+                self.swap_pass_slots()
 
-    def merge_apart(self, slots: list[Tensor]) -> None:
+    def merge_into_pass_slots(self, slots: list[Tensor]) -> None:
         """Merge slots that count only where passes are steps."""
-        with self._of.apart((self,)):
+        with self._of.use_pass_slots((self,)):
             self.merge(slots)
 
-    def swap_apart(self) -> None:
-        """Exchange the slots for those that are kept apart."""
-        (self.slots, self.turn), self.aside = self.aside, (self.slots, self.turn)
+    def swap_pass_slots(self) -> None:
+        """Exchange the slots for the pass slots."""
+        (self.slots, self.turn), self.pass_slots = self.pass_slots, (self.slots, self.turn)
 
-    def include_apart(self) -> None:
-        """Have the values count that were kept apart."""
+    def include_pass_slots(self) -> None:
+        """Have the values count of the pass slots."""
         if self.slots is None:
-            self.swap_apart()
+            self.swap_pass_slots()
             return
-        (slots, turn), self.aside = self.aside, (None, 0)
+        (slots, turn), self.pass_slots = self.pass_slots, (None, 0)
         if slots is not None:
             self.merge(slots, turn)
 
@@ -171,7 +171,7 @@ class SiteSlots:
             and value.numel() > 0
         )
 
-    def _update(self, value: Tensor, is_shared: bool) -> None:
+    def _update_slots(self, value: Tensor, is_shared: bool) -> None:
         slots = self.slots
         if slots is None:
             slots, self.turn = self._empty, self._of.next_turn(is_shared=is_shared)
@@ -192,9 +192,9 @@ class SiteSlots:
         try:
             self.slots = [self._of.statistics[0].update(self._empty[0], copy)]
         except Exception as error:
-            self._leave_out(f"its statistic raised {type_and_line(error)}")
+            self._turn_off(f"its statistic raised {type_and_line(error)}")
 
-    def take(self) -> list[Tensor] | None:
+    def pop_slots(self) -> list[Tensor] | None:
         """Return the slots of this step, and begin a new step; None without a value."""
         slots, self.slots = self.slots, None
         if slots is None:
@@ -203,33 +203,33 @@ class SiteSlots:
             if not isinstance(part, Tensor) or part.dim() != 1 or part.numel() != width:
                 name = type(statistic).__name__
                 text = describe.in_words(part) if isinstance(part, Tensor) else type(part).__name__
-                self._leave_out(f"{name} must keep a flat tensor of {width} slots, got {text}")
+                self._turn_off(f"{name} must keep a flat tensor of {width} slots, got {text}")
                 return None
         return slots
 
     def _check_value(self, value: Tensor) -> None:
         """Look at the first value of a dtype or device, and at each empty one."""
         if not (value.is_floating_point() or value.is_complex()):
-            self._leave_out(f"its values are {str(value.dtype).removeprefix('torch.')}")
+            self._turn_off(f"its values are {str(value.dtype).removeprefix('torch.')}")
         elif not has_numbers(value):
-            self._leave_out(
+            self._turn_off(
                 "its values have no numbers, because they are on the meta device or fake"
             )
         else:
             # A rank may have no element of a tensor that is spread over ranks.
             if not value.numel() and self.counts in (ALL, FIRST):
-                self._of.complain(self.name, "had an empty value, which counts as no elements")
+                self._of.add_complaint(self.name, "had an empty value, which counts as no elements")
             self._dtype = value.dtype
             if self._device != value.device:
                 self._move_slots(value)
 
-    def _leave_out(self, why: str) -> None:
+    def _turn_off(self, why: str) -> None:
         with self._of.lock:
-            self.is_off, self.slots, self.aside = True, None, (None, 0)
+            self.is_off, self.slots, self.pass_slots = True, None, (None, 0)
             if self.widths:
                 self.widths = ()
-                self._of.note_new_layout()
-            self._of.complain(self.name, f"is left out: {why}")
+                self._of.increment_version()
+            self._of.add_complaint(self.name, f"is left out: {why}")
 
     def _move_slots(self, value: Tensor) -> None:
         """Make empty slots on the value's device; the slots so far move along."""
@@ -238,11 +238,11 @@ class SiteSlots:
         for statistic, part in zip(self._of.statistics, self._empty, strict=True):
             if not isinstance(part, Tensor) or part.dim() != 1:
                 name, text = type(statistic).__name__, describe.in_words(part)
-                self._leave_out(f"{name}.start must return a flat float64 tensor, got {text}")
+                self._turn_off(f"{name}.start must return a flat float64 tensor, got {text}")
                 return
-        apart, turn = self.aside
-        self.slots, self.aside = self._to_device(self.slots), (self._to_device(apart), turn)
-        self.note_widths(self._empty)
+        apart, turn = self.pass_slots
+        self.slots, self.pass_slots = self._to_device(self.slots), (self._to_device(apart), turn)
+        self.set_widths(self._empty)
 
     def _to_device(self, slots: list[Tensor] | None) -> list[Tensor] | None:
         pairs = zip(slots or (), self._empty, strict=slots is not None)
@@ -262,7 +262,7 @@ class SiteSlots:
         try:
             with self._of.lock:
                 if self.slots is None:
-                    self.note_widths(slots)
+                    self.set_widths(slots)
                     self.slots = slots
                     self.turn = self._of.next_turn(is_shared=True) if turn is None else turn
                 else:
@@ -272,14 +272,14 @@ class SiteSlots:
                     ]
                     self.turn = self.turn if turn is None else min(self.turn, turn)
         except Exception as error:
-            self._leave_out(f"its statistic raised {type_and_line(error)}")
+            self._turn_off(f"its statistic raised {type_and_line(error)}")
 
-    def note_widths(self, slots: list[Tensor]) -> None:
+    def set_widths(self, slots: list[Tensor]) -> None:
         """Note the widths of the slots; statistics with other widths begin a new layout."""
         widths = tuple(part.numel() if isinstance(part, Tensor) else 0 for part in slots)
         if widths != self.widths:
             self.widths = widths
-            self._of.note_new_layout()
+            self._of.increment_version()
 
 
 @final
@@ -321,7 +321,7 @@ class Slots:
         self._told: set[str] = set()
         self._complaints: list[tuple[str, str]] = []
 
-    def site(self, site: Site, order: tuple[int, int], counts: str = ALL) -> SiteSlots:
+    def slots_of_site(self, site: Site, order: tuple[int, int], counts: str = ALL) -> SiteSlots:
         """Return the slots of a site, which are made on first use."""
         with self.lock:
             name = str(site)
@@ -350,16 +350,16 @@ class Slots:
             self.comes_from_graph = False
 
     @contextmanager
-    def apart(self, sites: Collection[SiteSlots]) -> Iterator[None]:
+    def use_pass_slots(self, sites: Collection[SiteSlots]) -> Iterator[None]:
         """Have the sites, in the block, hold the values that count only where passes are steps."""
         with self.lock:
             for site in sites:
-                site.swap_apart()
+                site.swap_pass_slots()
             try:
                 yield
             finally:
                 for site in sites:
-                    site.swap_apart()
+                    site.swap_pass_slots()
 
     def add_many(self, pairs: list[tuple[SiteSlots, Tensor]]) -> None:
         """Measure values of parameters, each at its site, where possible by one call.
@@ -424,11 +424,11 @@ class Slots:
             return False
         return current not in self.of_training
 
-    def note_run(self) -> None:
+    def mark_run(self) -> None:
         """Note that a module runs, maybe outside a run of the root."""
         self.has_run = torch.is_grad_enabled()
 
-    def note_new_layout(self) -> None:
+    def increment_version(self) -> None:
         """Note that the layout has changed."""
         self.version += 1
 
@@ -446,40 +446,40 @@ class Slots:
             sites = filter(attrgetter("widths"), self._sites.values())
             return sorted(sites, key=attrgetter("order")), self.version
 
-    def take(self) -> StepSlots:
+    def pop_slots(self) -> StepSlots:
         """Return the slots of each site that had a value in this step, and begin a new step."""
         with self.lock:
-            return self._take()
+            return self._pop_all()
 
-    def take_apart(self) -> StepSlots:
-        """Return the slots that are kept apart: they count only where passes are steps."""
-        with self.lock, self.apart(self._sites.values()):
-            return self._take()
+    def pop_pass_slots(self) -> StepSlots:
+        """Return the pass slots, which count only where passes are steps."""
+        with self.lock, self.use_pass_slots(self._sites.values()):
+            return self._pop_all()
 
-    def _take(self) -> StepSlots:
+    def _pop_all(self) -> StepSlots:
         step_slots = StepSlots()
         for site in self._sites.values():
-            slots = site.take()
+            slots = site.pop_slots()
             if slots is not None:
                 step_slots.slots[site.name], step_slots.turns[site.name] = slots, site.turn
         return step_slots
 
-    def include_apart(self) -> None:
-        """Have the values count that were kept apart: passes are steps."""
+    def include_pass_slots(self) -> None:
+        """Have the values of the pass slots count: passes are steps."""
         with self.lock:
             for site in self._sites.values():
-                site.include_apart()
+                site.include_pass_slots()
 
-    def has_modules(self, slots: dict[str, list[Tensor]]) -> bool:
+    def has_module_values_in(self, slots: dict[str, list[Tensor]]) -> bool:
         """Tell whether a module had a value, if any module is selected."""
         modules = [site for site in self._all_sites() if not site.is_parameter]
         return not modules or any(site.is_off or site.name in slots for site in modules)
 
-    def has_path(self, path: str) -> bool:
+    def has_module_at(self, path: str) -> bool:
         """Tell whether a module has a path."""
         return any(site.site.path == path for site in self._all_sites())
 
-    def has_values(self) -> bool:
+    def has_module_values(self) -> bool:
         """Tell whether a module had a value in this step, if any module is selected."""
         modules = [site for site in self._all_sites() if not site.is_parameter]
         return not modules or any(site.slots is not None for site in modules)
@@ -489,7 +489,7 @@ class Slots:
         for name, slots in step_slots.slots.items():
             self._sites[name].merge(slots, step_slots.turns[name])
 
-    def complain(self, site: str, complaint: str) -> None:
+    def add_complaint(self, site: str, complaint: str) -> None:
         """Keep a warning about a site, one for each site, for `warn_of_complaints`."""
         if site not in self._told:
             self._told.add(site)
@@ -517,18 +517,18 @@ def pack_slots(sites: list[SiteSlots], slots_by_site: dict[str, list[Tensor]]) -
     for site in sites:
         slots = slots_by_site.get(site.name)
         if slots is None:
-            parts.append(absent(sum(site.widths), device))
+            parts.append(absent_slots(sum(site.widths), device))
         else:
             parts += [part.to(device, torch.float64) for part in slots]
     return torch.cat(parts)
 
 
-def absent(width: int, device: torch.device | str) -> Tensor:
+def absent_slots(width: int, device: torch.device | str) -> Tensor:
     """Return slots that stand for missing values."""
     return torch.full((width,), ABSENT, dtype=torch.float64, device=device)
 
 
-def slot_measure(statistics: tuple[Statistic[Any], ...]) -> Callable[[Any], Any]:
+def compiled_measure(statistics: tuple[Statistic[Any], ...]) -> Callable[[Any], Any]:
     """Return the function that measures a value inside compiled code.
 
     All sites share the function, so that they need one graph.
@@ -547,7 +547,7 @@ def slot_measure(statistics: tuple[Statistic[Any], ...]) -> Callable[[Any], Any]
 
 
 def group_by_leaf(result: Any) -> dict[Leaf, list[Tensor]]:
-    """Return the slots of each tensor of a value, from the result of `slot_measure`."""
+    """Return the slots of each tensor of a value, from the result of `compiled_measure`."""
     slots_by_leaf: dict[Leaf, list[Tensor]] = {}
     for leaf, slots in tree.tensors(result):
         slots_by_leaf.setdefault(leaf[:-1], []).append(slots)

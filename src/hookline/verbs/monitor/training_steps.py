@@ -18,13 +18,13 @@ from hookline.display.text import type_and_line
 from hookline.engine import Pass, at_end_of_backward, closure_of, outer_backward_number
 from hookline.errors import HooklineWarning, InputError, warn
 from hookline.verbs.monitor.firing_order import FiringOrder
+from hookline.verbs.monitor.logged_numbers import LoggedNumbers
 from hookline.verbs.monitor.loss_scale import LossScale, is_skipped_by_scaler
 from hookline.verbs.monitor.optimizers import Optimizers
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.rank_gatherer import RankGatherer, ReportedStep
 from hookline.verbs.monitor.running_optimizer_steps import RunningSteps, frame_outside_hookline
 from hookline.verbs.monitor.slots import StepSlots
-from hookline.verbs.monitor.user_numbers import UserNumbers
 
 # Passes before any optimizer has stepped: after so many, each pass is a step.
 _MOST_WAITING = 256
@@ -121,7 +121,7 @@ class TrainingSteps:
         self.has_failed: bool = False
         self._has_told = self._has_told_shared = False
         self._order = FiringOrder()
-        self._logged = UserNumbers(add)
+        self._logged = LoggedNumbers(add)
         self._last: int | None = None  # the number of the step that has ended before this one
         self._lock = lock
 
@@ -137,11 +137,11 @@ class TrainingSteps:
     def begin_step(self, number: int) -> None:
         """Begin a step that a trainer numbers. An optimizer will step at its end."""
         if self.told_by != "optimizer":
-            self._count_by_optimizer()
+            self._count_steps_by_optimizer()
         is_skipped = number != self.number and not self._has_stepped
         self._renumber(number)
         if is_skipped:
-            self._slots.take()  # of a step without an optimizer's, as a `GradScaler` wants it
+            self._slots.pop_slots()  # of a step without an optimizer's, as a `GradScaler` wants it
 
     @_stop_on_error
     def end_step(self) -> None:
@@ -163,7 +163,7 @@ class TrainingSteps:
         self._slots.in_training = is_in_training
 
     def _renumber(self, number: int) -> None:
-        if number == self._present_number():
+        if number == self._current_number():
             return
         if self._has_stepped:
             self._end_open_step()
@@ -171,7 +171,7 @@ class TrainingSteps:
         self._n_numbered = len(self._waiting)
         self._update_is_on()
         if self.told_by == "optimizer" and not self._slots.is_on:
-            self._slots.take()  # of the step that had another number
+            self._slots.pop_slots()  # of the step that had another number
 
     def log(self, numbers: dict[str, float | Tensor], step: int | None) -> None:
         """Keep numbers that the user logs.
@@ -183,7 +183,7 @@ class TrainingSteps:
         Raises:
             InputError: a module has the name that logged numbers go under.
         """
-        if self._slots.has_path(LOGGED):
+        if self._slots.has_module_at(LOGGED):
             raise InputError(
                 f"seen.log must write under the name {LOGGED!r}, got a model with a module of this"
                 " name.\nRename the module, or select others: hl.monitor(model, selector)."
@@ -194,12 +194,12 @@ class TrainingSteps:
     def _keep_numbers(self, numbers: dict[str, float | Tensor], step: int | None) -> None:
         if step is not None:
             self._logged.log(numbers, step, is_given=True)
-        elif self.told_by == "optimizer" and self._last is not None and not self._has_begun():
+        elif self.told_by == "optimizer" and self._last is not None and not self._has_step_begun():
             self._logged.log(numbers, self._last, is_given=False)
         else:
-            self._logged.log(numbers, self._present_number(), is_given=False)
+            self._logged.log(numbers, self._current_number(), is_given=False)
 
-    def _has_begun(self) -> bool:
+    def _has_step_begun(self) -> bool:
         return self._slots.has_run or self._has_stepped
 
     def stop(self) -> None:
@@ -213,11 +213,11 @@ class TrainingSteps:
         They belong to the present step. Until it is known who tells the steps, the present pass may
         be a step of its own. After an optimizer's step, the next step may have begun.
         """
-        number = self._present_number() + int(self._has_stepped)
+        number = self._current_number() + int(self._has_stepped)
         self._slots.is_on = self._is_due(self.number) or self._is_due(number)
         self._measured.keeps_copies = self.every == 1
 
-    def _present_number(self) -> int:
+    def _current_number(self) -> int:
         """Return the number of the present step; where passes may be steps, of the present pass."""
         return self.number + len(self._waiting) - self._n_numbered
 
@@ -240,12 +240,12 @@ class TrainingSteps:
             self._end_pass()
         self._open = current
         if self._slots.is_on:
-            self._measured.measure_weights_apart()
+            self._measured.measure_weights_into_pass_slots()
 
-    def note_root_pass(self, current: Pass, frame: FrameType) -> None:
+    def mark_root_pass(self, current: Pass, frame: FrameType) -> None:
         """Note whether the root runs with gradients: then all values of the pass are training's."""
         if self._backward >= 0 and outer_backward_number() < 0:  # it has raised
-            self.note_backward_end(self.n_ended)
+            self.end_backward(self.n_ended)
         if torch.is_grad_enabled():
             self._slots.has_run = True
             self._slots.of_training.add(current)
@@ -260,29 +260,31 @@ class TrainingSteps:
         if self.told_by == "pass":
             self._end_step()
             return
-        number = self._present_number()
-        parts = self._slots.take(), self._slots.take_apart()
+        number = self._current_number()
+        parts = self._slots.pop_slots(), self._slots.pop_pass_slots()
         self._waiting.append(_WaitingPass(number, self._is_due(number), parts))
         if len(self._waiting) >= _MOST_WAITING:
-            self._count_by_passes()
+            self._count_steps_by_passes()
         else:
             self._update_is_on()
 
     def trains(self, optimizer: Any) -> bool:
         """Tell whether an optimizer trains the model."""
         with self._lock:
-            return bool(self._optimizers.held_by(optimizer))
+            return bool(self._optimizers.ids_held_by(optimizer))
 
     @_stop_on_error
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measure weights and gradients: the hook before an optimizer's step."""
-        held, is_skipped = self._optimizers.held_by(optimizer), is_skipped_by_scaler(optimizer)
-        if not self._running.begin(frame_outside_hookline(), held, is_skipped=is_skipped):
+        held, is_skipped = self._optimizers.ids_held_by(optimizer), is_skipped_by_scaler(optimizer)
+        if not self._running.begins_counted_step(
+            frame_outside_hookline(), held, is_skipped=is_skipped
+        ):
             return
         if self._slots.has_run:
-            self._optimizers.note_run()
+            self._optimizers.mark_run()
         if self.told_by != "optimizer":
-            self._count_by_optimizer()
+            self._count_steps_by_optimizer()
         elif not self._stepped.isdisjoint(held) or self._begins_step(optimizer):
             self._end_open_step()
         last = self._optimizers.pair_with_last(optimizer)
@@ -290,31 +292,35 @@ class TrainingSteps:
             self._goes_on = self._goes_on or not self._has_stepped
             self._warn_of_shared_parameter(last, optimizer)
         if self._slots.is_on:
-            self._scaling.find_scaler(self.number)
-            self._measured.measure_before(optimizer, has_grads=closure_of(args, kwargs) is None)
+            self._scaling.find_running_scaler(self.number)
+            self._measured.measure_before_step(
+                optimizer, has_grads=closure_of(args, kwargs) is None
+            )
 
     @_stop_on_error
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measure updates, and end the step: the hook after an optimizer's step."""
-        if not self._running.end(frame_outside_hookline()):
+        if not self._running.ends_counted_step(frame_outside_hookline()):
             return
         if self._slots.is_on:
-            self._measured.measure_after(optimizer, has_grads=closure_of(args, kwargs) is not None)
+            self._measured.measure_after_step(
+                optimizer, has_grads=closure_of(args, kwargs) is not None
+            )
             self._slots.merge_step(self._aside)
             self._aside = StepSlots()
-        self._stepped |= self._optimizers.held_by(optimizer)
+        self._stepped |= self._optimizers.ids_held_by(optimizer)
         self._has_stepped = True
-        self._optimizers.note_step(optimizer)
+        self._optimizers.mark_step(optimizer)
         self._slots.has_run = False
         backward = outer_backward_number()
         if backward < 0:
-            self._end_or_set_aside()
+            self._end_or_postpone_step()
         elif backward != self._backward:  # a hook on a gradient steps the optimizer
             self._backward = backward
-            at_end_of_backward(functools.partial(self.note_backward_end, self.n_ended))
+            at_end_of_backward(functools.partial(self.end_backward, self.n_ended))
 
     @_stop_on_error
-    def note_backward_end(self, n_steps_ended: int) -> None:
+    def end_backward(self, n_steps_ended: int) -> None:
         """Note the end of a backward in which optimizers have stepped: all of it is their step's.
 
         Args:
@@ -322,59 +328,59 @@ class TrainingSteps:
         """
         self._backward = -1
         if self._has_stepped and self.n_ended == n_steps_ended:
-            self._end_or_set_aside()
+            self._end_or_postpone_step()
 
-    def _end_or_set_aside(self) -> None:
+    def _end_or_postpone_step(self) -> None:
         """End the step, or put its values aside until another optimizer steps."""
-        if self._is_complete():
+        if self._is_step_complete():
             self._end_step()
             return
         if self._slots.is_on:
-            self._aside = self._slots.take()
+            self._aside = self._slots.pop_slots()
         self._update_is_on()
 
     def _begins_step(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer steps after a later run than those of the open step did."""
-        partners = self._optimizers.partners_before_run(optimizer)
-        held = map(self._optimizers.held_by, partners)
+        partners = self._optimizers.partners_stepped_before_run(optimizer)
+        held = map(self._optimizers.ids_held_by, partners)
         return any(not self._stepped.isdisjoint(ids) for ids in held)
 
-    def _is_complete(self) -> bool:
+    def _is_step_complete(self) -> bool:
         """Tell whether every parameter was stepped that will be stepped in this step."""
         if not self._knows_optimizers:
             return self._optimizers.weight_ids() <= self._stepped
-        if not self._optimizers.all_held() <= self._stepped:
+        if not self._optimizers.all_held_ids() <= self._stepped:
             return False
         # An optimizer that has not stepped yet may hold the parameters that have gradients.
         return all(weight.grad is None for weight in self._optimizers.unheld_weights())
 
     # -- who tells ---------------------------------------------------------------------------------
 
-    def _count_by_optimizer(self) -> None:
+    def _count_steps_by_optimizer(self) -> None:
         """Count steps of optimizers from now on. What is kept apart was no training."""
         self._goes_on = self.told_by == "pass"  # the passes before were steps of their own
         self.told_by, self._open = "optimizer", None
         self._slots.leaves_out = True
-        self._slots.take_apart()
+        self._slots.pop_pass_slots()
         self._logged.renumber(self.number)
-        waiting = self._take_waiting()
+        waiting = self._pop_waiting_passes()
         if self._is_due(self.number):
             self._merge_parts(parts[0] for _, _, parts in waiting)
         else:
-            self._slots.take()
+            self._slots.pop_slots()
         self._update_is_on()
 
-    def _take_waiting(self) -> list[_WaitingPass]:
+    def _pop_waiting_passes(self) -> list[_WaitingPass]:
         """Return the passes that wait, which wait no more."""
         waiting, self._waiting, self._n_numbered = self._waiting, [], 0
         return waiting
 
-    def _count_by_passes(self, *, is_last: bool = False) -> None:
+    def _count_steps_by_passes(self, *, is_last: bool = False) -> None:
         """Report each pass that waits as a step, and count passes from now on."""
         self.told_by = "pass"
-        present = self._present_number()
-        last = self._slots.take(), self._slots.take_apart()
-        for waiting in self._take_waiting():
+        present = self._current_number()
+        last = self._slots.pop_slots(), self._slots.pop_pass_slots()
+        for waiting in self._pop_waiting_passes():
             self.number = waiting.number
             if waiting.is_due:
                 self._merge_parts(waiting.parts)
@@ -392,7 +398,7 @@ class TrainingSteps:
 
     def _end_open_step(self, *, is_last: bool = False) -> None:
         """End the step at its last optimizer's step. The passes since then are of the next step."""
-        since = self._slots.take() if self._slots.is_on else StepSlots()
+        since = self._slots.pop_slots() if self._slots.is_on else StepSlots()
         self._slots.merge_step(self._aside)
         self._aside = StepSlots()
         self._end_step(since, is_last=is_last)
@@ -415,15 +421,15 @@ class TrainingSteps:
         if is_due and self.told_by == "optimizer":
             self._measured.measure_weights(self._optimizers.unheld_weights())
         elif is_due:
-            self._slots.include_apart()
-        step_slots = self._slots.take() if is_due or self._slots.is_on else StepSlots()
+            self._slots.include_pass_slots()
+        step_slots = self._slots.pop_slots() if is_due or self._slots.is_on else StepSlots()
         self.number, self._last = number + 1, number
         self.n_ended += 1
         self._update_is_on()
         if since is not None and self._slots.is_on:
             self._slots.merge_step(since)
         if not is_due:
-            self._logged.report_readable()
+            self._logged.report_without_waiting()
             return
         self._report(number, step_slots, is_last=is_last)
         self._slots.warn_of_complaints()
@@ -436,16 +442,16 @@ class TrainingSteps:
         at = ReportedStep(number, self._settings_text(), is_last)
         layout, slots = self.ranks.gather(sites, step_slots.slots, version, at)
         if not layout.entries:
-            self._logged.report_others(None)
+            self._logged.report_other_steps(None)
             return
         self.n_reported += 1
-        order = self._order.rank_sites(layout, step_slots.turns)
-        logged = self._logged.report_and_take(number)
+        order = self._order.firing_positions(layout, step_slots.turns)
+        logged = self._logged.report_others_and_pop(number)
         self._add(StepReport(number, time.time(), layout, slots, order, logged))
 
     def _warn_of_shared_parameter(self, last: Optimizer, optimizer: Optimizer) -> None:
         """Warn, once, if an optimizer steps what another has just stepped: who ends the step?"""
-        held, others = map(self._optimizers.held_by, (last, optimizer))
+        held, others = map(self._optimizers.ids_held_by, (last, optimizer))
         if self._has_told_shared or held.isdisjoint(others):
             return
         self._has_told_shared = True
@@ -459,7 +465,7 @@ class TrainingSteps:
 
     def _warn_of_no_values(self, number: int, slots: dict[str, list[Tensor]]) -> None:
         """Warn, once, if an optimizer trains the model and no selected module has a value."""
-        if self._has_told or self.told_by != "optimizer" or self._slots.has_modules(slots):
+        if self._has_told or self.told_by != "optimizer" or self._slots.has_module_values_in(slots):
             return
         self._has_told = True
         warn(
@@ -480,22 +486,22 @@ class TrainingSteps:
             return
         self.is_over = True
         try:
-            self._finish(error is not None)
+            self._report_rest(error is not None)
         finally:
             how, why = ("ended", "") if error is None else ("left", f" ({type_and_line(error)})")
             self.ranks.announce_leave(f"has {how} hl.monitor at step {self.number}{why}")
             self._slots.is_on = False
-            self._logged.report_others(None)
+            self._logged.report_other_steps(None)
         self._slots.warn_of_complaints()
 
-    def _finish(self, has_failed: bool) -> None:
+    def _report_rest(self, has_failed: bool) -> None:
         may_be_alone = has_failed and self.ranks.is_grouped
         if self.told_by == "optimizer":
             if self._has_stepped and not may_be_alone:
                 self._end_open_step(is_last=True)
         elif not may_be_alone:
             if not self.told_by:
-                self._count_by_passes(is_last=True)
-            self._slots.include_apart()
-            if (self._open is not None and not has_failed) or self._slots.has_values():
+                self._count_steps_by_passes(is_last=True)
+            self._slots.include_pass_slots()
+            if (self._open is not None and not has_failed) or self._slots.has_module_values():
                 self._end_step(is_last=True)

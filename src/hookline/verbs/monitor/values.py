@@ -29,7 +29,7 @@ from hookline.engine.pytree import tree
 from hookline.engine.pytree.outlines import Slot
 from hookline.engine.pytree.tree import Leaf
 from hookline.verbs.monitor.loss_scale import LossScale
-from hookline.verbs.monitor.slots import SiteSlots, Slots, group_by_leaf, slot_measure
+from hookline.verbs.monitor.slots import SiteSlots, Slots, compiled_measure, group_by_leaf
 
 
 @final
@@ -46,7 +46,7 @@ class ValueSites:
         self._slots = slots
         self._passes = passes
         self._scaling = scaling
-        self._inside = slot_measure(slots.statistics)
+        self._inside = compiled_measure(slots.statistics)
         self._takes_blocks = all(
             getattr(statistic, "takes_blocks", False) for statistic in slots.statistics
         )
@@ -60,7 +60,9 @@ class ValueSites:
             measure = _GradientMeasure(at, self._slots, self._scaling)
             tap = _MeasuringGradOutputTap if site.port == "grad_output" else _MeasuringGradInputTap
             return tap(site, self._passes, measure, Order.GRAD_RECORD)
-        halves = SplitCallback(_measurer(at, self._slots), self._inside, _merger(at, self._slots))
+        halves = SplitCallback(
+            _measuring_callback(at, self._slots), self._inside, _merging_callback(at, self._slots)
+        )
         return BlockwiseCallback(halves) if self._takes_blocks and site.port == "output" else halves
 
 
@@ -82,24 +84,24 @@ class _LeafSlots:
         if slots is None:
             site = replace(self._site, leaf=self._site.leaf + leaf)
             order = self._number, len(self._by_leaf)
-            slots = self._by_leaf[leaf] = self._slots.site(site, order)
+            slots = self._by_leaf[leaf] = self._slots.slots_of_site(site, order)
         return slots
 
 
-def _measurer(at: _LeafSlots, slots: Slots) -> Any:
+def _measuring_callback(at: _LeafSlots, slots: Slots) -> Any:
     """Return the callback of an output or an input."""
     whole = at.whole
 
     def callback(current: Pass, value: Any) -> None:
         if not slots.has_run:
-            slots.note_run()
+            slots.mark_run()
         if not slots.is_on:
             return
         add: Callable[[SiteSlots, Tensor], None] = SiteSlots.add
         if slots.is_outside_training(current):
             if slots.leaves_out:
                 return
-            add = SiteSlots.add_apart
+            add = SiteSlots.add_to_pass_slots
         if type(value) is Tensor:
             add(whole, value)
             return
@@ -114,16 +116,16 @@ def _measurer(at: _LeafSlots, slots: Slots) -> Any:
     return callback
 
 
-def _merger(at: _LeafSlots, slots: Slots) -> Any:
+def _merging_callback(at: _LeafSlots, slots: Slots) -> Any:
     """Return the callback for the slots that compiled code has computed."""
 
     def callback(current: Pass, result: Any) -> None:
         if not slots.has_run:
-            slots.note_run()
+            slots.mark_run()
         is_apart = slots.is_on and slots.is_outside_training(current)
         if not slots.is_on or (is_apart and slots.leaves_out):
             return
-        merge = SiteSlots.merge_apart if is_apart else SiteSlots.merge
+        merge = SiteSlots.merge_into_pass_slots if is_apart else SiteSlots.merge
         for leaf, parts in group_by_leaf(result).items():
             merge(at.slots_at(leaf), parts)
 
@@ -146,7 +148,7 @@ class _GradientMeasure(GradientCallback):
         """Measure the gradient of one tensor."""
         if self.slots.is_on:
             leaf = () if pending.form is None else _leaf_of(pending.form, slot) or ()
-            grad = self._scaling.unscaled(grad)
+            grad = self._scaling.unscale(grad)
             self._at.slots_at(leaf).add(grad, is_shared=self.slots.comes_from_graph)
 
 
@@ -176,7 +178,7 @@ class _MeasuringGradOutputTap(GradOutputTap):
         if not is_inert(self):
             slots = self.on.slots
             if not slots.has_run and self.passes.sees_this_context():
-                slots.note_run()
+                slots.mark_run()
             if not slots.is_on:
                 return None
         return self.hook_output(module, output, id(sys._getframe(1)))
@@ -201,7 +203,7 @@ class _MeasuringGradInputTap(GradInputTap):
         if not is_dynamo_compiling() and not is_inert(self):
             slots = self.on.slots
             if not slots.has_run and self.passes.sees_this_context():
-                slots.note_run()
+                slots.mark_run()
             if not slots.is_on:
                 return None
         return super().fire(module, args, kwargs)

@@ -396,7 +396,7 @@ def _weak_report_function(line: Line, sites: tuple[Site, ...]) -> Callable[[], R
 
 @final
 class _PlainTap(OutputTap):
-    """Keep a whole output, detached: `OutputTap.fire` and `_keep` in one function, for speed.
+    """Keep a whole output, detached: `OutputTap.fire` and `_keeping_callback` in one, for speed.
 
     One call less saves a fiftieth of what torch takes for a module with a hook. All modules share
     this one function, because Python runs a call faster that always meets the same function.

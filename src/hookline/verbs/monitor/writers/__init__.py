@@ -2,4 +2,4 @@
 
 from hookline.verbs.monitor.writers.choose import writers_for as writers_for
 from hookline.verbs.monitor.writers.protocol import ReportWriter as ReportWriter
-from hookline.verbs.monitor.writers.protocol import name_of as name_of
+from hookline.verbs.monitor.writers.protocol import writer_name as writer_name

@@ -32,6 +32,6 @@ class ReportWriter(Protocol):
         ...
 
 
-def name_of(writer: Any) -> str:
+def writer_name(writer: Any) -> str:
     """Return the name of a writer for messages."""
     return str(getattr(writer, "name", type(writer).__name__))

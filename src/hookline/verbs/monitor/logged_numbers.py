@@ -26,7 +26,7 @@ class _StepNumbers:
 
 
 @final
-class UserNumbers:
+class LoggedNumbers:
     """Keep the logged numbers that no report holds yet.
 
     Args:
@@ -51,13 +51,13 @@ class UserNumbers:
             if not entry.is_given:
                 entry.step = step
 
-    def report_and_take(self, step: int) -> dict[str, float]:
+    def report_others_and_pop(self, step: int) -> dict[str, float]:
         """Report the numbers of other steps, and return those of one step."""
-        self.report_others(step)
+        self.report_other_steps(step)
         entries, self._entries = self._entries, []
         return {name: float(number) for entry in entries for name, number in entry.numbers.items()}
 
-    def report_others(self, step: int | None) -> None:
+    def report_other_steps(self, step: int | None) -> None:
         """Report the numbers of all steps but one; None reports those of all."""
         while entries := [entry for entry in self._entries if entry.step != step]:
             entry = entries[0]
@@ -65,10 +65,10 @@ class UserNumbers:
             numbers = {name: float(number) for name, number in entry.numbers.items()}
             self._add(StepReport.from_logged(entry.step, entry.seconds, numbers))
 
-    def report_readable(self) -> None:
+    def report_without_waiting(self) -> None:
         """Report the numbers that can be read without waiting for an accelerator."""
         numbers = [number for entry in self._entries for number in entry.numbers.values()]
         if len(self._entries) > _MOST_WAITING or not any(
             isinstance(number, Tensor) for number in numbers
         ):
-            self.report_others(None)
+            self.report_other_steps(None)
