@@ -132,30 +132,30 @@ def inventory(model: nn.Module) -> Inventory:
     """
     require_model(model, "hl.inventory(model)")
     nodes = module_tree(model).nodes
-    return Inventory(tuple(_entries(nodes)), len(nodes))
+    return Inventory(tuple(_hook_entries(nodes)), len(nodes))
 
 
-def _entries(nodes: list[Any]) -> Iterator[HookEntry]:
+def _hook_entries(nodes: list[Any]) -> Iterator[HookEntry]:
     for kind, hook in global_hooks():
-        yield _entry("(every module)", kind, hook)
+        yield _make_entry("(every module)", kind, hook)
     for node in nodes:
         operations = hooked_operations_on(node.module)
         named = [(f"{node.path}@{operation.name}", operation) for operation in operations]
         for path, module in [(node.path, node.module), *named]:
             for kind in HOOK_DICTS:
                 hooks = hook_dict(module, kind).values()
-                yield from (_entry(path, kind, hook) for hook in hooks)
+                yield from (_make_entry(path, kind, hook) for hook in hooks)
         for name, parameter in node.module.named_parameters(recurse=False):
             for kind, hook in tensor_hooks(parameter):
-                yield _entry(f"{node.path}.{name}".lstrip("."), kind, hook)
+                yield _make_entry(f"{node.path}.{name}".lstrip("."), kind, hook)
 
 
-def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
+def _make_entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
     # torch wraps load-state-dict pre-hooks, and a user may register a functools.partial.
     inner = getattr(hook, "func", None) or getattr(hook, "hook", None) or hook
     owner = getattr(inner, "__self__", None)
     if isinstance(owner, Tap | RootTap | ModeTap):
-        return HookEntry(path, kind, "hookline", _tap_label(owner, inner.__name__), "")
+        return HookEntry(path, kind, "hookline", _tap_description(owner, inner.__name__), "")
     is_code = inspect.isfunction(inner) or inspect.ismethod(inner)
     code: Any = inner if is_code else type(inner)
     module = getattr(code, "__module__", None) or ""
@@ -166,10 +166,10 @@ def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
         file, line = "", 0
     name = getattr(code, "__qualname__", type(inner).__name__)
     where = f"{file}:{line}" if file else ""
-    return HookEntry(path, kind, _package_of(module, file), name, where)
+    return HookEntry(path, kind, _owner_package(module, file), name, where)
 
 
-def _tap_label(owner: Tap | RootTap | ModeTap, method: str) -> str:
+def _tap_description(owner: Tap | RootTap | ModeTap, method: str) -> str:
     if isinstance(owner, ModeTap):
         return "watches for calls of operations" if method == "fire" else "stops watching"
     if is_inert(owner):
@@ -179,7 +179,7 @@ def _tap_label(owner: Tap | RootTap | ModeTap, method: str) -> str:
     return f"{owner.rank.name.lower()} {owner.site}"
 
 
-def _package_of(module: str, file: str) -> str:
+def _owner_package(module: str, file: str) -> str:
     top = module.partition(".")[0]
     if top in ("torch", "hookline"):
         return top

@@ -141,17 +141,17 @@ def operations(model: nn.Module, inputs: Inputs, path: str = "") -> Operations:
     line = Line(model, name="operations")
     line.options.quiet = True
     inputs = unwrap_lone_tensor(model, inputs)
-    calls = _FirstCall()
+    calls = _FirstRunCalls()
     with eval_without_side_effects(model), line:
         node = _require_one_module(line, path)
-        calls.watch(line, node)
+        calls.attach(line, node)
         call_model(model, inputs)
     if not calls.has_run:
         raise SelectionError(
             f"{path_text(node.path)} did not run in this forward, so its calls are not known."
             "\nGive inputs with which it runs, or select a module that does: hl.doctor(model, x)."
         )
-    return Operations(node.path, node.type_name, *_rows(node.path, calls.made))
+    return Operations(node.path, node.type_name, *_make_rows(node.path, calls.made))
 
 
 def _require_one_module(line: Line, path: str) -> ModuleNode:
@@ -166,7 +166,7 @@ def _require_one_module(line: Line, path: str) -> ModuleNode:
 
 
 @final
-class _FirstCall:
+class _FirstRunCalls:
     """The calls of functions in the first run of a module.
 
     Attributes:
@@ -179,7 +179,7 @@ class _FirstCall:
         self.has_run = False
         self._is_over = False
 
-    def watch(self, line: Line, node: ModuleNode) -> None:
+    def attach(self, line: Line, node: ModuleNode) -> None:
         """Watch a module."""
         watched = CallList(node.module, self._add_call)
         orders = Order.OPERATIONS_BEGIN, Order.OPERATIONS_END
@@ -227,7 +227,9 @@ def _input_text(made: FunctionCall) -> str:
     return ", ".join(f"{name} {describe.shape_or_structure(part)}" for name, part in with_tensors)
 
 
-def _rows(path: str, calls: list[_CallRow]) -> tuple[tuple[OperationRow, ...], tuple[str, ...]]:
+def _make_rows(
+    path: str, calls: list[_CallRow]
+) -> tuple[tuple[OperationRow, ...], tuple[str, ...]]:
     totals, numbers = Counter(made.row.function for made in calls), Counter[str]()
     rows = []
     for row, is_known, _ in calls:

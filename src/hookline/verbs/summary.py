@@ -164,14 +164,14 @@ class Summary(Result):
         return {**facts, "rows": self._table_rows()}
 
     def _printout(self) -> Printout:
-        holders = _outer_paths(self)
+        holders = _paths_with_inner_calls(self)
         has_dtypes = len(self.dtypes) > 1
         lacking = self.without_formula
         return Printout(
             headings=_HEADINGS,
             rows=[
                 (
-                    indented_name(row),
+                    indented_name_cell(row),
                     row.type_and_calls,
                     _compact_shapes(row.input),
                     _output_cell(row, row.path in holders) if self.ran else "",
@@ -183,7 +183,7 @@ class Summary(Result):
                 for row in self.rows
             ],
             totals=_totals(self),
-            notes=[[(missing_formulas(lacking), "dim")]] if lacking else [],
+            notes=[[(missing_formulas_text(lacking), "dim")]] if lacking else [],
             failure=("The run failed", self.failure) if self.failure else (),
             quiet={place for place, row in enumerate(self.rows) if self.ran and not row.calls},
             more="modules: .rows",
@@ -231,10 +231,10 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     counted = _FlopCount()
     with eval_without_side_effects(model), line:
         line.attach_taps(
-            line.select(None, ("input", "output")), _Filler(rows, counted).bind, Order.RECORD
+            line.select(None, ("input", "output")), _RowFiller(rows, counted).bind, Order.RECORD
         )
         try:
-            with OperationCounter(counted.add, counted.note_missing).counting():
+            with OperationCounter(counted.add, counted.add_missing_formula).counting():
                 call_model(model, inputs)
         except HooklineError:
             raise  # a fault of a hook or a selector, not of the model
@@ -244,7 +244,7 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     table.ran = True
     table.flops = counted.flops
     table.without_formula = tuple(counted.without_formula)
-    holders = _outer_paths(table)
+    holders = _paths_with_inner_calls(table)
     table.activation_bytes = sum(row.output_bytes for row in table.rows if row.path not in holders)
     return table
 
@@ -262,14 +262,14 @@ class _FlopCount:
         if flops and not is_reading(sys._getframe(1)):
             self.flops += flops
 
-    def note_missing(self, operation: str) -> None:
+    def add_missing_formula(self, operation: str) -> None:
         """Note an operation without a formula."""
         if not is_reading(sys._getframe(1)):
             self.without_formula[operation] = None
 
 
 @final
-class _Filler:
+class _RowFiller:
     """Fill the rows as the modules run."""
 
     def __init__(self, rows: Mapping[str, Row], counted: _FlopCount) -> None:
@@ -324,7 +324,7 @@ def describe_modules(line: Line, model: nn.Module) -> tuple[Summary, dict[str, R
     return table, rows
 
 
-def _outer_paths(table: Summary) -> set[str]:
+def _paths_with_inner_calls(table: Summary) -> set[str]:
     """Return the paths of the modules in which another module ran."""
     paths = [path for row in table.rows if row.calls for path in (row.path, *row.aliases)]
     # A parametrization runs beside its module, not in it: it returns a weight.
@@ -347,7 +347,7 @@ _N_ALIASES_SHOWN = 2
 _N_OPERATIONS_SHOWN = 3
 
 
-def missing_formulas(operations: Sequence[str]) -> str:
+def missing_formulas_text(operations: Sequence[str]) -> str:
     """Say which operations have no FLOPs in the numbers."""
     shown = ", ".join(operations[:_N_OPERATIONS_SHOWN])
     more = len(operations) - _N_OPERATIONS_SHOWN
@@ -357,7 +357,7 @@ def missing_formulas(operations: Sequence[str]) -> str:
     return f"{text} Register one with torch.utils.flop_counter.register_flop_formula."
 
 
-def indented_name(row: Row) -> Cell:
+def indented_name_cell(row: Row) -> Cell:
     """Return the last part of a module's path, indented by its depth, with its other paths."""
     indent = "  " * row.depth
     if not row.aliases:

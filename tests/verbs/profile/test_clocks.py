@@ -141,7 +141,7 @@ def test_a_long_run_reads_what_is_done_without_waiting(device, monkeypatch):
     with hl.profile(model, flops=False) as prof:
         for _ in range(50):
             model(torch.ones(2))
-        (lane,) = prof._ledger.lanes
+        (lane,) = prof._profile_lanes.lanes
         assert len(lane.clock._waiting) < 20
     assert device.waits == 0
     assert prof["0"].time.forward == pytest.approx(0.050)

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 from hookline.display.results import printout_of
 from hookline.display.units import duration
-from hookline.verbs.profile import thread_account
-from hookline.verbs.profile.call_tree import Context, outermost
+from hookline.verbs.profile import thread_lane
+from hookline.verbs.profile.call_tree import CallContext, outermost
 from hookline.verbs.profile.rows import Phases, sum_phases
 
 
@@ -178,7 +178,7 @@ def test_events_of_a_trace_nest_and_add_up(prof, tmp_path):
 
 
 def test_a_trace_keeps_no_more_than_it_can(tmp_path, monkeypatch):
-    monkeypatch.setattr(thread_account, "_MOST_EVENTS", 8)
+    monkeypatch.setattr(thread_lane, "_MOST_EVENTS", 8)
     model = nn.Linear(2, 2)
     with hl.profile(model) as prof:
         for _ in range(5):
@@ -208,7 +208,7 @@ def test_nested_calls_have_the_costs_of_the_table(prof):
 
 
 def test_a_context_finds_its_place_again():
-    top = Context()
+    top = CallContext()
     block = top.child("").child("block")
     inner = block.child("inner")
     assert inner.recomputed_child("block") is block

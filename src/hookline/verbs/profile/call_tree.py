@@ -15,7 +15,7 @@ PHASES = ("forward", "backward", "recompute")
 
 
 @final
-class Context:
+class CallContext:
     """A calling context, with the costs of its own calls and without those inside.
 
     Args:
@@ -35,11 +35,11 @@ class Context:
         "peak",
     )  # fmt: skip
 
-    def __init__(self, path: str | None = None, parent: Context | None = None) -> None:
+    def __init__(self, path: str | None = None, parent: CallContext | None = None) -> None:
         self.path: str | None = path
-        self.parent: Context | None = parent
-        self.children: dict[str, Context] = {}
-        self.chain: tuple[Context, ...] = (*(() if parent is None else parent.chain), self)
+        self.parent: CallContext | None = parent
+        self.children: dict[str, CallContext] = {}
+        self.chain: tuple[CallContext, ...] = (*(() if parent is None else parent.chain), self)
         self._indices: Iterator[int] = itertools.count() if parent is None else parent._indices
         self.index: int = next(self._indices)
         self.n_calls: list[int] = [0, 0]
@@ -47,14 +47,14 @@ class Context:
         self.kept: int = 0
         self.peak: int = 0
 
-    def child(self, path: str) -> Context:
+    def child(self, path: str) -> CallContext:
         """Return the context of a module that is called from here."""
         context = self.children.get(path)
         if context is None:
-            context = self.children[path] = Context(path, self)
+            context = self.children[path] = CallContext(path, self)
         return context
 
-    def recomputed_child(self, path: str) -> Context:
+    def recomputed_child(self, path: str) -> CallContext:
         """Return the context that a module had, which is called again from a backward here.
 
         The backward of a checkpointed region runs in a context inside the region or around it.
@@ -67,14 +67,16 @@ class Context:
         context = next((context for context in self.chain[0].walk() if context.path == path), None)
         return self.child(path) if context is None else context
 
-    def walk(self) -> Iterator[Context]:
+    def walk(self) -> Iterator[CallContext]:
         """Yield this context and all contexts inside, callers first."""
         yield self
         for inner in self.children.values():
             yield from inner.walk()
 
 
-def outermost(contexts: Iterable[Context], is_meant: Callable[[str], bool]) -> list[Context]:
+def outermost(
+    contexts: Iterable[CallContext], is_meant: Callable[[str], bool]
+) -> list[CallContext]:
     """Return the contexts of some modules that are not inside another one of these.
 
     So a recursive module is counted at its outermost call.

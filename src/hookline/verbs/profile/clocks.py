@@ -39,10 +39,10 @@ class Clock(Protocol):
     def add_time(self, costs: MutableSequence[float], slot: int, start: Any, end: Any) -> None:
         """Add the seconds between two marks to a cost, now or in `read_pending`."""
 
-    def gc_begins(self) -> None:
+    def pause_for_gc(self) -> None:
         """Stop the clock: Python begins to collect garbage, at any point of any code."""
 
-    def gc_ends(self) -> None:
+    def resume_after_gc(self) -> None:
         """Let the clock go on if it was running."""
 
     def read_pending(self) -> None:
@@ -98,11 +98,11 @@ class WallClock:
         """Add the seconds between two marks to a cost."""
         costs[slot] += end - start
 
-    def gc_begins(self) -> None:
+    def pause_for_gc(self) -> None:
         """Stop the stopwatch of this thread."""
         self._collecting = STOPWATCH.read(), STOPWATCH.left_out
 
-    def gc_ends(self) -> None:
+    def resume_after_gc(self) -> None:
         """Let the stopwatch of this thread go on."""
         if self._collecting is not None:
             reading, left_out = self._collecting
@@ -140,9 +140,9 @@ class EventClock:
         self._is_running = False
         self._host = 0.0
         self._reading = 0.0
-        self._began = self._record()
+        self._began = self._record_event()
 
-    def _record(self) -> Any:
+    def _record_event(self) -> Any:
         event = self._make()
         event.record()
         return event
@@ -151,13 +151,13 @@ class EventClock:
         """Stop the clock and return the mark."""
         self._is_running = False
         self._host, self._reading = time.perf_counter(), STOPWATCH.read()
-        return self._record()
+        return self._record_event()
 
     def resume(self) -> Any:
         """Let the clock go on and return the mark."""
         if len(self._waiting) >= _MANY and self._waiting[-1][3].query():
-            self._read()
-        mark = self._record()
+            self._read_intervals()
+        mark = self._record_event()
         STOPWATCH.resume_from(self._reading)
         self.overhead += time.perf_counter() - self._host
         self._collected.clear()
@@ -170,26 +170,26 @@ class EventClock:
         self._waiting += [(costs, slot, *events, True) for events in self._collected]
         self._collected.clear()
 
-    def gc_begins(self) -> None:
+    def pause_for_gc(self) -> None:
         """Record an event: the device may wait for Python from now on."""
-        self._collecting = self._record(), time.perf_counter()
+        self._collecting = self._record_event(), time.perf_counter()
 
-    def gc_ends(self) -> None:
+    def resume_after_gc(self) -> None:
         """Record an event; the time between the two is no module's, if the clock was running."""
         if self._collecting is not None:
             event, began = self._collecting
             self._collecting = None
             self.garbage += time.perf_counter() - began
             if self._is_running:
-                self._collected.append((event, self._record()))
+                self._collected.append((event, self._record_event()))
 
     def read_pending(self) -> None:
         """Wait for the device and read all intervals."""
         if self._waiting:
             self._waiting[-1][3].synchronize()
-            self._read()
+            self._read_intervals()
 
-    def _read(self) -> None:
+    def _read_intervals(self) -> None:
         for costs, at, start, end, is_left_out in self._waiting:
             seconds = start.elapsed_time(end) / 1e3
             costs[at] += -seconds if is_left_out else seconds

@@ -1,8 +1,8 @@
 """Add up the costs of one thread, pass by pass.
 
-A window begins with a pass and lasts until the next one. The time between two passes, such as that
-of the loss, belongs to the window before. Old windows are added up, so that a long run needs no
-more memory than a short one.
+The costs of a pass are those from its beginning until the next one. The time between two passes,
+such as that of the loss, belongs to the pass before. Old passes are added up, so that a long run
+needs no more memory than a short one.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import numpy
 import numpy.typing
 
 from hookline.display.text import plural
-from hookline.verbs.profile.call_tree import BACKWARD, CALLS, FORWARD, SLOTS, Context
+from hookline.verbs.profile.call_tree import BACKWARD, CALLS, FORWARD, SLOTS, CallContext
 
 Costs = numpy.typing.NDArray[numpy.float64]
 
 _N_SLOTS = len(SLOTS)
 _MOST_NUMBERS = 4_000_000  # of a thread: 32 MB
-_FEWEST = 16  # windows that are kept, however many modules there are
+_FEWEST = 16  # passes that are kept, however many modules there are
 
 
 @final
-class Window:
+class PassCosts:
     """Hold the costs of one pass, and of the code up to the next one.
 
     Args:
@@ -63,21 +63,21 @@ _NUMBER = attrgetter("number")
 
 
 @final
-class PassWindows:
-    """Keep the windows of a thread.
+class CostsByPass:
+    """Keep the costs of the passes of a thread.
 
     Args:
         read_pending: reads the costs that a device has not given yet.
 
     Attributes:
-        current: the window that is charged at present.
+        current: the costs that are charged at present.
     """
 
     def __init__(self, read_pending: Callable[[], None]) -> None:
         self._read_pending = read_pending
-        self.current: Window = Window(-1, _N_SLOTS)
-        self._closed: deque[Window] = deque()
-        # Of the windows that are no longer kept: those that went well, and those that failed.
+        self.current: PassCosts = PassCosts(-1, _N_SLOTS)
+        self._closed: deque[PassCosts] = deque()
+        # Of the passes that are no longer kept: those that went well, and those that failed.
         self._sums: tuple[Costs, Costs] = _zeros(1), _zeros(1)
         self._n_passes = [0, 0]
 
@@ -88,18 +88,18 @@ class PassWindows:
             self.current.costs.frombytes(bytes(missing * 8))
 
     def begin_pass(self, number: int) -> None:
-        """Begin the window of a pass. The code before the first pass belongs to the first."""
+        """Begin the costs of a pass. The code before the first pass belongs to the first."""
         if self.current.number < 0:
             self.current.number = number
             return
         self._closed.append(self.current)
-        self.current = Window(number, len(self.current.costs))
+        self.current = PassCosts(number, len(self.current.costs))
         if len(self._closed) > max(_FEWEST, _MOST_NUMBERS // len(self.current.costs)):
             self._read_pending()
             oldest = self._closed.popleft()
             self._n_passes[oldest.has_failed] += 1
             self._sums = tuple(  # type: ignore[assignment]
-                _add_up([sums, _cost_matrix(oldest)]) if failed == oldest.has_failed else sums
+                _sum_costs([sums, _cost_matrix(oldest)]) if failed == oldest.has_failed else sums
                 for failed, sums in enumerate(self._sums)
             )
 
@@ -108,30 +108,34 @@ class PassWindows:
 
         The code of a block without any pass is a part of the costs of passes that did not fail.
         """
-        windows = [window for window in self._kept_windows() if window.has_failed == failed]
-        n_passes = self._n_passes[failed] + sum(window.number >= 0 for window in windows)
-        return n_passes, _add_up([self._sums[failed], *map(_cost_matrix, windows)])
+        passes = [
+            pass_costs for pass_costs in self._kept_passes() if pass_costs.has_failed == failed
+        ]
+        n_passes = self._n_passes[failed] + sum(pass_costs.number >= 0 for pass_costs in passes)
+        return n_passes, _sum_costs([self._sums[failed], *map(_cost_matrix, passes)])
 
     def samples(self) -> list[Sample]:
         """Return the costs of the passes that are kept and did not fail, in order.
 
-        Several passes may share a backward, which runs in the window of the last one.
+        Several passes may share a backward, which runs in the time of the last one.
         """
-        waiting: list[Window] = []
+        waiting: list[PassCosts] = []
         samples = []
-        for window in self._kept_windows():
-            if window.number < 0 or window.has_failed:
+        for pass_costs in self._kept_passes():
+            if pass_costs.number < 0 or pass_costs.has_failed:
                 continue
-            if not window.has_gradients:
-                samples.append(_mean_sample([window]))
+            if not pass_costs.has_gradients:
+                samples.append(_mean_sample([pass_costs]))
                 continue
-            waiting.append(window)
-            if any(window.costs[BACKWARD::_N_SLOTS]):
+            waiting.append(pass_costs)
+            if any(pass_costs.costs[BACKWARD::_N_SLOTS]):
                 samples.append(_mean_sample(waiting))
                 waiting = []
-        return sorted([*samples, *(_mean_sample([window]) for window in waiting)], key=_NUMBER)
+        return sorted(
+            [*samples, *(_mean_sample([pass_costs]) for pass_costs in waiting)], key=_NUMBER
+        )
 
-    def _kept_windows(self) -> Iterator[Window]:
+    def _kept_passes(self) -> Iterator[PassCosts]:
         yield from self._closed
         yield self.current
 
@@ -140,16 +144,16 @@ def _zeros(n_contexts: int) -> Costs:
     return numpy.zeros((n_contexts, _N_SLOTS))
 
 
-def _cost_matrix(window: Window) -> Costs:
-    return numpy.array(window.costs).reshape(-1, _N_SLOTS)
+def _cost_matrix(pass_costs: PassCosts) -> Costs:
+    return numpy.array(pass_costs.costs).reshape(-1, _N_SLOTS)
 
 
-def _mean_sample(windows: Sequence[Window]) -> Sample:
-    mean = _add_up(map(_cost_matrix, windows)) / len(windows)
-    return Sample(windows[0].number, len(windows), mean)
+def _mean_sample(passes: Sequence[PassCosts]) -> Sample:
+    mean = _sum_costs(map(_cost_matrix, passes)) / len(passes)
+    return Sample(passes[0].number, len(passes), mean)
 
 
-def _add_up(costs: Iterable[Costs]) -> Costs:
+def _sum_costs(costs: Iterable[Costs]) -> Costs:
     """Add up costs; later ones may have more contexts."""
     every = [*costs]
     total = _zeros(max(map(len, every), default=1))
@@ -167,7 +171,7 @@ class PassChoice(Enum):
 
 
 @final
-class RanPasses:
+class PassesOfThreads:
     """Hold the passes of all threads.
 
     Attributes:
@@ -176,10 +180,10 @@ class RanPasses:
         failed_seconds: the seconds of the passes that failed, if others did not.
     """
 
-    def __init__(self, threads: Sequence[PassWindows]) -> None:
-        went_well = [windows.sum_passes(failed=False) for windows in threads]
-        failed = [windows.sum_passes(failed=True) for windows in threads]
-        self._samples = [windows.samples() for windows in threads]
+    def __init__(self, threads: Sequence[CostsByPass]) -> None:
+        went_well = [passes.sum_passes(failed=False) for passes in threads]
+        failed = [passes.sum_passes(failed=True) for passes in threads]
+        self._samples = [passes.samples() for passes in threads]
         self.n_passes: int = sum(number for number, _ in went_well)
         self.n_failed: int = sum(number for number, _ in failed)
         self.failed_seconds: float = 0.0
@@ -219,7 +223,7 @@ class RanPasses:
         return f"The forward raised in {passes}: no module's time, FLOPs or calls contain that."
 
 
-def medians(costs: Costs) -> list[float]:
+def slot_medians(costs: Costs) -> list[float]:
     """Return the median of each slot over passes."""
     return [float(cost) for cost in numpy.median(costs, axis=0)]
 
@@ -235,12 +239,12 @@ class ContextCosts:
     """
 
     def __init__(
-        self, tops: Sequence[Context], costs: Sequence[Sequence[Costs]], *, adds: bool
+        self, tops: Sequence[CallContext], costs: Sequence[Sequence[Costs]], *, adds: bool
     ) -> None:
         sizes = [sum(1 for _ in top.walk()) for top in tops]
         # One matrix for each thread: passes, contexts, slots.
         self._costs = [
-            numpy.stack([_add_up([_zeros(size), matrix]) for matrix in passes])
+            numpy.stack([_sum_costs([_zeros(size), matrix]) for matrix in passes])
             for size, passes in zip(sizes, costs, strict=True)
             if passes
         ]
@@ -248,7 +252,7 @@ class ContextCosts:
         self._thread_of = {context: k for k, top in enumerate(measured) for context in top.walk()}
         self.adds = adds
 
-    def costs_of(self, contexts: Iterable[Context]) -> Costs:
+    def costs_of(self, contexts: Iterable[CallContext]) -> Costs:
         """Return the costs of some contexts together: a row a pass, a column a slot."""
         indices: list[list[int]] = [[] for _ in self._costs]
         for context in contexts:

@@ -34,24 +34,24 @@ from hookline.engine import (
     why_not_fakeable,
 )
 from hookline.engine.pytree import tree
-from hookline.verbs.profile.call_tree import BACKWARD, FORWARD, RECOMPUTE, Context
+from hookline.verbs.profile.call_tree import BACKWARD, FORWARD, RECOMPUTE, CallContext
 from hookline.verbs.profile.run_kinds import RunKind, RunKinds
 from hookline.verbs.shared.run_settings import use_autocast
-from hookline.verbs.summary import missing_formulas
+from hookline.verbs.summary import missing_formulas_text
 
 
 class RunCounts(NamedTuple):
     """The FLOPs and the peak memory of all runs."""
 
-    top: Context  # the top of the calling contexts, with FLOPs, peaks and numbers of calls
+    top: CallContext  # the top of the calling contexts, with FLOPs, peaks and numbers of calls
     failure: str  # why some are not known; an empty text if all are
     # The modules that run operations without a formula, by the operation's name.
     missing: dict[str, list[str]]
 
-    def without_formula(self) -> str:
+    def missing_formulas_text(self) -> str:
         """Say which operations have no FLOPs in the numbers; an empty text if all have."""
         named = [f"{name} (in {path_text(paths[0])})" for name, paths in self.missing.items()]
-        return missing_formulas(named) if named else ""
+        return missing_formulas_text(named) if named else ""
 
     def find_differing_call(self, calls: dict[str, float]) -> str:
         """Return the first module that was called another number of times than was counted.
@@ -74,7 +74,7 @@ class RunCounts(NamedTuple):
 
 def count_flops_and_memory(kinds: RunKinds) -> RunCounts:
     """Count the FLOPs and the peak memory of all runs."""
-    top, failure = Context(), kinds.failure
+    top, failure = CallContext(), kinds.failure
     missing: dict[str, list[str]] = {}
     for kind in kinds.kinds:
         if kinds.copy is None or kind.inputs is None or not kind.n_runs:
@@ -82,13 +82,13 @@ def count_flops_and_memory(kinds: RunKinds) -> RunCounts:
         counted = _CallStack(top, kind, missing)
         try:
             # In a context of its own, where no line of the caller sees the run.
-            contextvars.Context().run(_run_counted, kinds.copy, kind, counted)
+            contextvars.Context().run(_run_and_count, kinds.copy, kind, counted)
         except (Exception, SystemExit) as error:
             failure = failure or f"the model cannot run on shapes alone: {why_not_fakeable(error)}"
     return RunCounts(top, failure, missing)
 
 
-def _run_counted(copy: FakeModel, kind: RunKind, counted: _CallStack) -> None:
+def _run_and_count(copy: FakeModel, kind: RunKind, counted: _CallStack) -> None:
     registrations = Registrations()
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -99,7 +99,9 @@ def _run_counted(copy: FakeModel, kind: RunKind, counted: _CallStack) -> None:
         for path, module in run.modules.items():
             if not isinstance(module, torch.jit.ScriptModule):
                 counted.attach(registrations, path, module)
-        counter = OperationCounter(counted.add_costs, counted.note_missing, counted.workspace_bytes)
+        counter = OperationCounter(
+            counted.add_costs, counted.add_missing_formula, counted.workspace_bytes
+        )
         stack.enter_context(counter.counting())
         with torch.set_grad_enabled(kind.has_gradients):
             output = run.modules[kind.path](*run.args, **run.kwargs)
@@ -114,14 +116,14 @@ def _run_counted(copy: FakeModel, kind: RunKind, counted: _CallStack) -> None:
 class _CallStack:
     """The calling context of each operation of a run."""
 
-    def __init__(self, top: Context, kind: RunKind, missing: dict[str, list[str]]) -> None:
+    def __init__(self, top: CallContext, kind: RunKind, missing: dict[str, list[str]]) -> None:
         self._stack = [top]
         self._is_again = [False]  # of each on the stack, whether a backward called it
         self._kind = kind
         self._missing = missing
         self._workspaces = {path: iter(sizes) for path, sizes in kind.workspaces.items()}
         self._numbers: list[int] = []
-        self._owners: list[Context] = []
+        self._owners: list[CallContext] = []
 
     def attach(self, registrations: Registrations, path: str, module: nn.Module) -> None:
         """Register the hooks that keep the stack of calls."""
@@ -132,25 +134,25 @@ class _CallStack:
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         above = self._stack[-1]
         if len(self._stack) == 1 and backward_number() != -1:
-            self._stack.append(self._owner_in_backward().recomputed_child(path))
+            self._stack.append(self._context_in_backward().recomputed_child(path))
         else:
             self._stack.append(above.child(path))
         self._is_again.append(backward_number() != -1)
         self._stack[-1].n_calls[self._is_again[-1]] += self._kind.n_runs
-        self._note_owner()
+        self._assign_next_nodes()
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if any(context.path == path for context in self._stack):
             while self._stack.pop().path != path:
                 pass  # a module that raised before its hooks were on
             del self._is_again[len(self._stack) :]
-        self._note_owner()
+        self._assign_next_nodes()
 
-    def _note_owner(self) -> None:
+    def _assign_next_nodes(self) -> None:
         self._numbers.append(next_number())
         self._owners.append(self._stack[-1])
 
-    def _owner_in_backward(self) -> Context:
+    def _context_in_backward(self) -> CallContext:
         node = running_node()
         at = -1 if node is None else bisect_right(self._numbers, node_number(node)) - 1
         return self._owners[min(at, len(self._owners) - 1)] if at >= 0 else self._stack[0]
@@ -167,7 +169,7 @@ class _CallStack:
         for above in context.chain:
             above.peak = max(above.peak, n_bytes)
 
-    def note_missing(self, operation: str) -> None:
+    def add_missing_formula(self, operation: str) -> None:
         """Note the module that runs an operation without a formula."""
         path = self._running_context()[0].path
         if path is not None and path not in self._missing.setdefault(operation, []):
@@ -178,8 +180,8 @@ class _CallStack:
         sizes = self._workspaces.get(self._running_context()[0].path or "", iter(()))
         return next(sizes, 0)
 
-    def _running_context(self) -> tuple[Context, bool]:
+    def _running_context(self) -> tuple[CallContext, bool]:
         """Return the context that runs an operation, and whether a module in it is being called."""
         if len(self._stack) > 1:
             return self._stack[-1], True
-        return self._owner_in_backward(), False
+        return self._context_in_backward(), False

@@ -30,7 +30,7 @@ from hookline.engine.report.why_silent import shared_pass_warning
 from hookline.errors import warn
 from hookline.files.atomic_text import as_path
 from hookline.util.stopwatch import STOPWATCH
-from hookline.verbs.profile.call_layouts import nested_calls, write_trace
+from hookline.verbs.profile.call_exports import nested_calls, write_trace
 from hookline.verbs.profile.call_tree import (
     BACKWARD,
     CALLS,
@@ -38,22 +38,33 @@ from hookline.verbs.profile.call_tree import (
     FORWARD,
     OPTIMIZER,
     RECOMPUTE,
-    Context,
+    CallContext,
 )
 from hookline.verbs.profile.clocks import clock_for
-from hookline.verbs.profile.costs_by_pass import ContextCosts, PassChoice, RanPasses, medians
+from hookline.verbs.profile.costs_by_pass import (
+    ContextCosts,
+    PassChoice,
+    PassesOfThreads,
+    slot_medians,
+)
 from hookline.verbs.profile.flops_and_memory import RunCounts, count_flops_and_memory
-from hookline.verbs.profile.rows import Row, interquartile_range, median_phases, rows_of, sum_phases
-from hookline.verbs.profile.run_kinds import RunKinds
-from hookline.verbs.profile.table import ProfileTable, Total
-from hookline.verbs.profile.tap import (
+from hookline.verbs.profile.profile_hooks import (
     CompiledRegions,
     GarbageHooks,
-    Ledger,
+    ProfileLanes,
     ProfileTap,
     ShardedTap,
-    optimizer_steps,
+    optimizer_step_hooks,
 )
+from hookline.verbs.profile.rows import (
+    Row,
+    interquartile_range,
+    make_rows,
+    median_phases,
+    sum_phases,
+)
+from hookline.verbs.profile.run_kinds import RunKinds
+from hookline.verbs.profile.table import ProfileTable, Total
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.finalizing_line import FinalizingLine
 from hookline.verbs.summary import Summary, describe_modules
@@ -102,7 +113,7 @@ class Profile(FinalizingLine[Line], Result):
         self._described: Summary = describe_modules(line, model)[0]
         modules = {node.path: node.module for node in line.nodes}
         self._kinds = RunKinds(modules[""], modules, wants_flops=flops)
-        self._ledger = Ledger(self._kinds, partial(clock_for, _device_of(model)))
+        self._profile_lanes = ProfileLanes(self._kinds, partial(clock_for, _main_device(model)))
         self.failure: str | None = None
         self._tapped: set[str] = set()
         self._counted: tuple[int, RunCounts] | None = None
@@ -115,7 +126,7 @@ class Profile(FinalizingLine[Line], Result):
 
     def start(self) -> None:
         """Attach the hooks."""
-        line, ledger, model = self._line, self._ledger, self._model
+        line, profile_lanes, model = self._line, self._profile_lanes, self._model
         assert model is not None
         compiled = [module for module in model.modules() if is_compiled(module)]
         inside = {id(inner) for module in compiled for inner in module.modules()}
@@ -123,36 +134,38 @@ class Profile(FinalizingLine[Line], Result):
         tapped = [node for node in outside if not is_scripted(node.module)]
         self._tapped = {node.path for node in tapped}
         paths = {id(node.module): node.path for node in line.nodes}
-        regions = CompiledRegions(ledger, line.passes, paths)
-        steps = optimizer_steps(ledger, line.passes, set(map(id, model.parameters())))
-        garbage = GarbageHooks(ledger)
+        regions = CompiledRegions(profile_lanes, line.passes, paths)
+        steps = optimizer_step_hooks(profile_lanes, line.passes, set(map(id, model.parameters())))
+        garbage = GarbageHooks(profile_lanes)
         with line.all_or_nothing() as registrations:
             line.attached.append(AtEnd(garbage.close))
             garbage.open()
             line.attached.append(AtEnd(regions.close))
-            line.attached.append(AtEnd(partial(STOPWATCH.readers.discard, id(ledger))))
-            STOPWATCH.readers.add(id(ledger))
+            line.attached.append(AtEnd(partial(STOPWATCH.readers.discard, id(profile_lanes))))
+            STOPWATCH.readers.add(id(profile_lanes))
             regions.open([module for module in model.modules() if holds_compiled_call(module)])
             registrations.register_globally("step_pre", steps.before)
             registrations.register_globally("step_post", steps.after)
             for node in tapped:
                 site = Site(node.path, module_type=type(node.module).__name__)
-                registrations.register_taps([(ProfileTap(site, line.passes, ledger), node)])
+                registrations.register_taps([(ProfileTap(site, line.passes, profile_lanes), node)])
                 if is_fsdp2(node.module):
-                    registrations.register_taps([(ShardedTap(site, line.passes, ledger), node)])
+                    registrations.register_taps(
+                        [(ShardedTap(site, line.passes, profile_lanes), node)]
+                    )
 
     # -- the end ----------------------------------------------------------------------------------
 
     def _before_removal(self, error: BaseException | None) -> None:
         if error is not None and self.failure is None:
-            self.failure = self._where_it_failed(error)
-        self._ledger.stop_clocks()
+            self.failure = self._failure_text(error)
+        self._profile_lanes.stop_clocks()
         if self._model is not None:
-            self._added = _added_modules(self._model, self._line.nodes)
+            self._added = _added_modules_text(self._model, self._line.nodes)
 
-    def _where_it_failed(self, error: BaseException) -> str:
+    def _failure_text(self, error: BaseException) -> str:
         raised = type_and_line(error)
-        account = self._ledger.own_lane().account
+        account = self._profile_lanes.own_lane().account
         place = None if self._model is None else find_failing_module(self._model, error)
         if account.slot in (BACKWARD, RECOMPUTE) and account.context.path is not None:
             return f"in the backward of {path_text(account.context.path)}: {raised}"
@@ -162,14 +175,16 @@ class Profile(FinalizingLine[Line], Result):
         if self._model is None:
             return
         self._model = None
-        self._ledger.stop_clocks()
+        self._profile_lanes.stop_clocks()
         self._kinds.release()
         if error is None:
-            self._warn()
+            self._warn_at_end()
 
-    def _warn(self) -> None:
+    def _warn_at_end(self) -> None:
         ran = self._ran_passes()
-        if note := self._root_call_warning([lane.top.context for lane in self._ledger.lanes], ran):
+        if note := self._root_call_warning(
+            [lane.top.context for lane in self._profile_lanes.lanes], ran
+        ):
             warn(note)
         if not ran.n_passes + ran.n_failed:
             why = "\nRun the forward inside the block: with hl.profile(model): model(x)."
@@ -180,12 +195,12 @@ class Profile(FinalizingLine[Line], Result):
                 )
             warn(f"hl.profile must see a run of the model, got none.{why}")
 
-    def _root_call_warning(self, tops: list[Context], ran: RanPasses) -> str | None:
+    def _root_call_warning(self, tops: list[CallContext], ran: PassesOfThreads) -> str | None:
         """Say that the model itself was not called, so that no pass is known to have ended."""
         passes = self._line.passes
         if passes.started == 0 or passes.outside_root < passes.started:
             return None
-        sums = _sums(tops, ran)
+        sums = _total_costs(tops, ran)
         called = [context for top in tops for context in top.children.values()]
         paths = [context.path or "" for context in called if sums.costs_of([context])[0, CALLS] > 1]
         return shared_pass_warning("profile", self._described.model_type, paths)
@@ -318,30 +333,30 @@ class Profile(FinalizingLine[Line], Result):
             FolderError: the file cannot be written.
         """
         self._read_clocks()
-        return write_trace(as_path(path), self._ledger.lanes, self._described.model_type)
+        return write_trace(as_path(path), self._profile_lanes.lanes, self._described.model_type)
 
     def calls(self) -> list[dict[str, Any]]:
         """Return the calls of all passes as nested plain values, for a flame graph."""
         tops = [lane.top.context for lane in self._read_clocks()]
-        return nested_calls(tops, _sums(tops, self._ran_passes()), self._flop_counts().top)
+        return nested_calls(tops, _total_costs(tops, self._ran_passes()), self._flop_counts().top)
 
     def __repr__(self) -> str:
         passes = plural(self._ran_passes().n_passes, "pass", "passes")
         return f"<Profile of {self._described.model_type}, {passes}>"
 
     def _read_clocks(self) -> list[Any]:
-        for lane in self._ledger.lanes:
+        for lane in self._profile_lanes.lanes:
             lane.clock.read_pending()
-        return self._ledger.lanes
+        return self._profile_lanes.lanes
 
-    def _ran_passes(self) -> RanPasses:
-        return RanPasses([lane.windows for lane in self._ledger.lanes])
+    def _ran_passes(self) -> PassesOfThreads:
+        return PassesOfThreads([lane.costs_by_pass for lane in self._profile_lanes.lanes])
 
     def _table(self, choice: PassChoice) -> ProfileTable:
         if choice in self._tables:
             return self._tables[choice]
         table = self._make_table(choice)
-        if self._ledger.ended:
+        if self._profile_lanes.ended:
             self._tables[choice] = table
         return table
 
@@ -353,8 +368,8 @@ class Profile(FinalizingLine[Line], Result):
         costs, n_passes = ran.costs(choice)
         measured = ContextCosts(tops, costs, adds=choice is PassChoice.ALL)
         n_counted = 1 if choice is PassChoice.ALL else max(ran.n_passes, 1)
-        rows = rows_of(self._described.rows, tops, measured, counted.top, n_counted)
-        around = medians(measured.costs_of(tops))
+        rows = make_rows(self._described.rows, tops, measured, counted.top, n_counted)
+        around = slot_medians(measured.costs_of(tops))
         in_model = measured.costs_of(
             [context for top in tops for context in top.walk() if context.path is not None]
         )
@@ -366,7 +381,7 @@ class Profile(FinalizingLine[Line], Result):
             spread=interquartile_range(in_model),
             optimizer=around[OPTIMIZER],
             collectives=around[COLLECTIVES],
-            outside=medians(measured.costs_of(tops[:1]))[FORWARD],
+            outside=slot_medians(measured.costs_of(tops[:1]))[FORWARD],
             failed=ran.failed_seconds if choice is PassChoice.ALL else 0,
             overhead=overhead / n_counted,
             garbage=sum(lane.clock.garbage for lane in lanes) / n_counted,
@@ -384,14 +399,16 @@ class Profile(FinalizingLine[Line], Result):
             failure=self.failure, notes=notes,
         )  # fmt: skip
 
-    def _notes(self, counted: RunCounts, tops: list[Context], ran: RanPasses) -> tuple[str, ...]:
+    def _notes(
+        self, counted: RunCounts, tops: list[CallContext], ran: PassesOfThreads
+    ) -> tuple[str, ...]:
         """Say what the numbers lack."""
         one_pass = (self._root_call_warning(tops, ran) or "").replace("\n", " ")
-        notes = [one_pass, self._added, ran.failure_note(), counted.without_formula()]
+        notes = [one_pass, self._added, ran.failure_note(), counted.missing_formulas_text()]
         if counted.failure:
             notes.append(f"FLOPs and peaks are not complete: {counted.failure}.")
         elif self._kinds.wants_flops and ran.n_passes:
-            sums = _sums(tops, ran)
+            sums = _total_costs(tops, ran)
             calls = {row.path: 0.0 for row in self._described.rows if row.path in self._tapped}
             for context in itertools.chain(*(top.walk() for top in tops)):
                 if context.path in calls:
@@ -469,18 +486,18 @@ _MEDIANS = (
 )
 
 
-def _sums(tops: Sequence[Context], ran: RanPasses) -> ContextCosts:
+def _total_costs(tops: Sequence[CallContext], ran: PassesOfThreads) -> ContextCosts:
     """Return the sums of the costs over all passes."""
     return ContextCosts(tops, ran.costs(PassChoice.ALL)[0], adds=True)
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def _main_device(model: nn.Module) -> torch.device:
     """Return the device on which most of a model's parameters are."""
     devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
     return max(set(devices), key=devices.count, default=torch.device("cpu"))
 
 
-def _added_modules(model: nn.Module, nodes: Sequence[ModuleNode]) -> str:
+def _added_modules_text(model: nn.Module, nodes: Sequence[ModuleNode]) -> str:
     """Say which modules a model has now and had not when the profile began."""
     ids = {id(node.module) for node in nodes}
     added = [path for path, module in model.named_modules() if id(module) not in ids]

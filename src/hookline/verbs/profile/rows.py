@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, final
 
 import numpy
 
-from hookline.verbs.profile.call_tree import CALLS, PHASES, Context, outermost
-from hookline.verbs.profile.costs_by_pass import ContextCosts, Costs, medians
+from hookline.verbs.profile.call_tree import CALLS, PHASES, CallContext, outermost
+from hookline.verbs.profile.costs_by_pass import ContextCosts, Costs, slot_medians
 from hookline.verbs.summary import Row as Module
 
 # What torch's loop over the hooks and the cold caches add to a call (`benchmarks/profiling.py`).
@@ -37,7 +37,7 @@ class Phases(NamedTuple):
         """The sum."""
         return self.forward + self.backward + self.recompute
 
-    def over(self, number: float) -> Phases:
+    def divided_by(self, number: float) -> Phases:
         """Divide the cost."""
         return self if number == 1 else Phases(*(seconds / number for seconds in self))
 
@@ -143,11 +143,11 @@ ORDERS: dict[str, Callable[[Row], float]] = {
 }
 
 
-def rows_of(
+def make_rows(
     modules: Sequence[Module],
-    tops: Sequence[Context],
+    tops: Sequence[CallContext],
     measured: ContextCosts,
-    counted: Context,
+    counted: CallContext,
     n_counted: float,
 ) -> list[Row]:
     """Put together the costs of all contexts of each module.
@@ -162,20 +162,20 @@ def rows_of(
     timed = _ContextsByPath([context for top in tops for context in top.walk()])
     of_flops = _ContextsByPath(list(counted.walk()))
     called = {*timed.by_path, *of_flops.by_path}
-    return [_row(module, measured, timed, of_flops, called, n_counted) for module in modules]
+    return [_make_row(module, measured, timed, of_flops, called, n_counted) for module in modules]
 
 
 @final
 class _ContextsByPath:
     """Group contexts by the paths of their modules."""
 
-    def __init__(self, contexts: Iterable[Context]) -> None:
-        self.by_path: dict[str, list[Context]] = {}
+    def __init__(self, contexts: Iterable[CallContext]) -> None:
+        self.by_path: dict[str, list[CallContext]] = {}
         for context in contexts:
             if context.path is not None:
                 self.by_path.setdefault(context.path, []).append(context)
 
-    def outermost(self, path: str, called: Collection[str]) -> list[Context]:
+    def outermost(self, path: str, called: Collection[str]) -> list[CallContext]:
         """Return the outermost contexts of a module.
 
         A container that is never called itself stands for the modules in it.
@@ -189,7 +189,7 @@ class _ContextsByPath:
 
 def median_phases(costs: Costs) -> Phases:
     """Return the median of the seconds of each phase over passes."""
-    return Phases(*medians(costs)[:_N_PHASES])
+    return Phases(*slot_medians(costs)[:_N_PHASES])
 
 
 def interquartile_range(costs: Costs) -> float:
@@ -198,7 +198,7 @@ def interquartile_range(costs: Costs) -> float:
     return float(high - low)
 
 
-def _row(
+def _make_row(
     module: Module,
     measured: ContextCosts,
     timed: _ContextsByPath,
@@ -219,8 +219,8 @@ def _row(
         time=median_phases(inclusive),
         self_time=median_phases(exclusive),
         spread=interquartile_range(inclusive),
-        flops=_flops((context for top in tops for context in top.walk()), n_counted),
-        self_flops=_flops(own_flops, n_counted),
+        flops=_flops_per_pass((context for top in tops for context in top.walk()), n_counted),
+        self_flops=_flops_per_pass(own_flops, n_counted),
         activation_bytes=n_kept,
         self_activation_bytes=sum(context.kept for context in contexts),
         # Compiled code may keep more than the eager operations that are counted.
@@ -235,5 +235,5 @@ def _mean_calls(costs: Costs, measured: ContextCosts) -> float:
     return int(calls) if measured.adds else calls
 
 
-def _flops(contexts: Iterable[Context], n_passes: float) -> Phases:
-    return sum_phases(context.flops for context in contexts).over(n_passes)
+def _flops_per_pass(contexts: Iterable[CallContext], n_passes: float) -> Phases:
+    return sum_phases(context.flops for context in contexts).divided_by(n_passes)

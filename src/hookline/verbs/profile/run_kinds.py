@@ -101,9 +101,9 @@ class Run:
         for index, tensor in enumerate(outputs):
             node = tensor.grad_fn
             if node is not None:
-                prehook_node(node, GradHook(partial(self._note_gradient, index)))
+                prehook_node(node, GradHook(partial(self._count_gradient, index)))
 
-    def _note_gradient(self, index: int, grads: tuple[Tensor | None, ...]) -> None:
+    def _count_gradient(self, index: int, grads: tuple[Tensor | None, ...]) -> None:
         if self.kind.closed:
             return
         self.kind.seeds.add(index)
@@ -168,12 +168,12 @@ class RunKinds:
                 self.kinds.append(kind)
                 self._copy_inputs(kind, args, kwargs)
             if not kind.is_noted:  # the first run of the kind that does not fail
-                memory = self._model_memory()
+                memory = self._model_memory_keys()
                 inputs = {memory_key_and_size(tensor)[0] for tensor in every_tensor((args, kwargs))}
             kind.n_runs += 1
         return Run(kind, memory, inputs)
 
-    def _model_memory(self) -> set[int]:
+    def _model_memory_keys(self) -> set[int]:
         if self._model is None:
             return set()
         tensors = (*self._model.parameters(), *self._model.buffers())

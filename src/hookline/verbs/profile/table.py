@@ -14,7 +14,7 @@ from hookline.engine import path_text
 from hookline.errors import InputError, SelectionError, check_one_of, check_positive_int
 from hookline.verbs.profile.call_tree import PHASES
 from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row, plain_values
-from hookline.verbs.summary import indented_name
+from hookline.verbs.summary import indented_name_cell
 
 _N_NEAR = 3
 
@@ -150,7 +150,7 @@ class ProfileTable(Result):
             headings=_HEADINGS,
             rows=[
                 (
-                    path_text(row.path) if self.is_sorted else indented_name(row.module),
+                    path_text(row.path) if self.is_sorted else indented_name_cell(row.module),
                     *_cells(row, has_spread=bool(self.total.spread)),
                 )
                 for row in self.rows

@@ -66,7 +66,7 @@ class RunningCalls(threading.local):
     def __init__(self) -> None:
         self.calls: list[TimedCall] = []
 
-    def begin(self, frame: FrameType, reading: float) -> None:
+    def begin_call(self, frame: FrameType, reading: float) -> None:
         """Add a call, and drop those that ended with an exception."""
         calls = self.calls
         while calls and not is_caller(calls[-1].key, frame):
@@ -75,7 +75,7 @@ class RunningCalls(threading.local):
             call.n_calls += 1
         calls.append(TimedCall(id(frame), reading))
 
-    def find(self, frame: FrameType) -> TimedCall | None:
+    def find_call(self, frame: FrameType) -> TimedCall | None:
         """Return the call with this frame, and drop the inner calls that ended by an exception."""
         calls, key = self.calls, id(frame)
         # From the end, because Python reuses the id of a frame, and only for later calls.
@@ -113,14 +113,14 @@ class ClockTap(Tap):
         if is_dynamo_compiling():
             return
         reading = 0.0 if is_inert(self) else self.stopwatch.read()
-        if self._is_seen(module):
-            self.running.begin(sys._getframe(1), reading)
+        if self._is_in_pass(module):
+            self.running.begin_call(sys._getframe(1), reading)
 
     def fire(self, module: nn.Module, args: Any) -> None:
         """Start the stopwatch: the last forward-pre hook."""
-        if is_dynamo_compiling() or not self._is_seen(module):
+        if is_dynamo_compiling() or not self._is_in_pass(module):
             return
-        call = self.running.find(sys._getframe(1))
+        call = self.running.find_call(sys._getframe(1))
         if call is not None:
             call.began = call.reading
             self.stopwatch.resume_from(call.reading)
@@ -130,7 +130,7 @@ class ClockTap(Tap):
         if is_dynamo_compiling() or is_inert(self):
             return
         reading = self.stopwatch.read()
-        call = self.running.find(sys._getframe(1)) if self._is_seen(module) else None
+        call = self.running.find_call(sys._getframe(1)) if self._is_in_pass(module) else None
         if call is not None:
             call.reading, call.has_run = reading, True
             if call.began is not None and not call.has_compiled:
@@ -140,12 +140,12 @@ class ClockTap(Tap):
         """Start the stopwatch: the last forward hook."""
         if is_dynamo_compiling() or is_inert(self):
             return
-        call = self.running.find(sys._getframe(1))  # at the root, the pass has ended already
+        call = self.running.find_call(sys._getframe(1))  # at the root, the pass has ended already
         if call is not None:
             self.running.calls.pop()
             self.stopwatch.resume_from(call.reading)
 
-    def _is_seen(self, module: nn.Module) -> bool:
+    def _is_in_pass(self, module: nn.Module) -> bool:
         current = self._pass_of(module)
         if current is None:
             return False

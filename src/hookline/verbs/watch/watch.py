@@ -64,7 +64,7 @@ class Watch(FinalizingLine[Line]):
         if error is not None and self._model is not None:
             failing = find_failing_module(self._model, error)
             if failing is not None:
-                self._printer.say(f"!! {failing}, raised {type_and_line(error)}")
+                self._printer.print_line(f"!! {failing}, raised {type_and_line(error)}")
 
     def _after_removal(self, error: BaseException | None) -> None:
         self._model = None
@@ -103,7 +103,7 @@ class Watch(FinalizingLine[Line]):
                 return _GradientPrinter(printer, site, label_width, optional)
             if site.port == "input":
                 return BlockwiseCallback(
-                    SplitCallback(printer.note_inputs, _keep_nothing, _print_nothing)
+                    SplitCallback(printer.store_inputs_text, _keep_nothing, _print_nothing)
                 )
             compiled = printer.compiled_output_printer(site, label_width)
             return BlockwiseCallback(
@@ -131,7 +131,7 @@ class _Printer:
         self._file = file
         self.running = RunningCalls()
 
-    def note_inputs(self, current: Pass, value: Any) -> None:
+    def store_inputs_text(self, current: Pass, value: Any) -> None:
         """Note the structure of the inputs of the call that has just begun."""
         if self.running.calls:
             call = self.running.calls[-1]
@@ -157,7 +157,9 @@ class _Printer:
                 value_text = _value_text(value)
             inputs = "?" if call is None else call.inputs
             duration = "" if call is None else _duration_text(call)
-            self.say(f"{label:{width}}  {site.module_type:18} {inputs} -> {value_text}{duration}")
+            self.print_line(
+                f"{label:{width}}  {site.module_type:18} {inputs} -> {value_text}{duration}"
+            )
 
         return callback
 
@@ -168,11 +170,11 @@ class _Printer:
         def callback(current: Pass, value: Any) -> None:
             for call in self.running.calls:
                 call.has_compiled = True
-            self.say(f"{label:{width}}  {site.module_type:18} -> {_value_text(value)}")
+            self.print_line(f"{label:{width}}  {site.module_type:18} -> {_value_text(value)}")
 
         return callback
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line in one write: another thread may print at the same time."""
         file = self._file if self._file is not None else sys.stdout
         print(f"{fold_line(text, file)}\n", end="", file=file)
@@ -194,7 +196,7 @@ class _GradientPrinter(GradientCallback):
         """Print the gradient of one tensor."""
         site, name = self._site, f"< {path_text(self._site.path)}"
         head = f"{name:{self._width}}  {site.module_type:18}"
-        self._printer.say(f"{head} {site.port} {_value_text(grad)}")
+        self._printer.print_line(f"{head} {site.port} {_value_text(grad)}")
 
 
 def watch(
@@ -280,7 +282,7 @@ def _value_text(value: Any) -> str:
     Other tensors of it are named if they hold NaN or infinities.
     """
     if isinstance(value, QueryBlocks):
-        return _text_of_blocks(value)
+        return _blocks_text(value)
     value = local_shards(value)  # nothing here communicates with other ranks
     text = describe.shape_or_structure(value)
     tensors = tree.tensors(value)
@@ -303,7 +305,7 @@ def _value_text(value: Any) -> str:
     return f"{text} {dtype}  mean {mean:.4g}  std {std:.4g}" + where * bool(broken)
 
 
-def _text_of_blocks(blocks: QueryBlocks) -> str:
+def _blocks_text(blocks: QueryBlocks) -> str:
     """Describe scores or a pattern, which are computed in blocks of queries."""
     text = f"{describe.shape(blocks)} {str(blocks.dtype).removeprefix('torch.')}"
     means = []

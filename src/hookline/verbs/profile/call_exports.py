@@ -10,12 +10,12 @@ from typing import Any
 
 from hookline.engine import path_text
 from hookline.files.atomic_text import write_text_file
-from hookline.verbs.profile.call_tree import BACKWARD, CALLS, PHASES, Context
+from hookline.verbs.profile.call_tree import BACKWARD, CALLS, PHASES, CallContext
 from hookline.verbs.profile.costs_by_pass import ContextCosts
-from hookline.verbs.profile.thread_account import Lane
+from hookline.verbs.profile.thread_lane import Lane
 
 _MICROSECONDS = 1e6
-_NONE = Context()  # of no calls
+_NONE = CallContext()  # of no calls
 
 
 def write_trace(path: Path, lanes: list[Lane], model_type: str) -> Path:
@@ -25,10 +25,12 @@ def write_trace(path: Path, lanes: list[Lane], model_type: str) -> Path:
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
     pid = os.getpid()
-    events: list[dict[str, Any]] = [_metadata("process_name", pid, 0, f"hl.profile: {model_type}")]
+    events: list[dict[str, Any]] = [
+        _metadata_event("process_name", pid, 0, f"hl.profile: {model_type}")
+    ]
     for number, lane in enumerate(lanes):
-        events.append(_metadata("thread_name", pid, number, lane.name))
-        events += [{**event, "pid": pid, "tid": number} for event in _complete_events(lane)]
+        events.append(_metadata_event("thread_name", pid, number, lane.name))
+        events += [{**event, "pid": pid, "tid": number} for event in _lane_events(lane)]
     n_lost = sum(lane.n_lost for lane in lanes)
     data = {
         "traceEvents": events,
@@ -38,25 +40,27 @@ def write_trace(path: Path, lanes: list[Lane], model_type: str) -> Path:
     return write_text_file(path, json.dumps(data))
 
 
-def _metadata(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _metadata_event(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _complete_events(lane: Lane) -> Iterator[dict[str, Any]]:
+def _lane_events(lane: Lane) -> Iterator[dict[str, Any]]:
     seconds = lane.clock.seconds_at
-    stretches: list[tuple[Context, float, float]] = []
+    stretches: list[tuple[CallContext, float, float]] = []
     for context, phase, first, last in zip(*[iter(lane.events)] * 4, strict=True):
         start, end = seconds(first), seconds(last)
         if phase == BACKWARD:
             stretches.append((context, start, end))
         else:
             yield _complete_event(context, PHASES[phase], start, end)
-    yield from _joined_backward(stretches)
+    yield from _join_backward_stretches(stretches)
 
 
-def _joined_backward(stretches: list[tuple[Context, float, float]]) -> Iterator[dict[str, Any]]:
+def _join_backward_stretches(
+    stretches: list[tuple[CallContext, float, float]],
+) -> Iterator[dict[str, Any]]:
     """Join the stretches of backward that follow each other: a caller spans those in it."""
-    running: list[tuple[Context, float]] = []
+    running: list[tuple[CallContext, float]] = []
     last = -1.0
 
     def ended(n_left: int) -> Iterator[dict[str, Any]]:
@@ -78,7 +82,7 @@ def _joined_backward(stretches: list[tuple[Context, float, float]]) -> Iterator[
     yield from ended(0)
 
 
-def _complete_event(context: Context, phase: str, start: float, end: float) -> dict[str, Any]:
+def _complete_event(context: CallContext, phase: str, start: float, end: float) -> dict[str, Any]:
     return {
         "name": path_text(context.path or ""),
         "cat": phase,
@@ -90,7 +94,7 @@ def _complete_event(context: Context, phase: str, start: float, end: float) -> d
 
 
 def nested_calls(
-    tops: Iterable[Context], measured: ContextCosts, counted: Context
+    tops: Iterable[CallContext], measured: ContextCosts, counted: CallContext
 ) -> list[dict[str, Any]]:
     """Return the calling contexts, each with the costs of its own calls and the contexts inside.
 
@@ -102,12 +106,14 @@ def nested_calls(
     """
     nodes: list[dict[str, Any]] = []
     for top in tops:
-        nodes += _nested(top, counted, measured)
+        nodes += _nested_children(top, counted, measured)
         counted = _NONE
     return nodes
 
 
-def _nested(timed: Context, counted: Context, measured: ContextCosts) -> Iterator[dict[str, Any]]:
+def _nested_children(
+    timed: CallContext, counted: CallContext, measured: ContextCosts
+) -> Iterator[dict[str, Any]]:
     for path in dict.fromkeys((*timed.children, *counted.children)):
         inner = timed.children.get(path, _NONE)
         flops = counted.children.get(path, _NONE)
@@ -118,5 +124,5 @@ def _nested(timed: Context, counted: Context, measured: ContextCosts) -> Iterato
             "seconds": costs[: len(PHASES)],
             "flops": list(flops.flops),
             "kept": inner.kept,
-            "children": list(_nested(inner, flops, measured)),
+            "children": list(_nested_children(inner, flops, measured)),
         }

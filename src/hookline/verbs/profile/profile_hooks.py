@@ -29,10 +29,10 @@ from hookline.engine import (
     parameter_ids,
 )
 from hookline.util.optional_imports import module_if_imported
-from hookline.verbs.profile.call_tree import Context
+from hookline.verbs.profile.call_tree import CallContext
 from hookline.verbs.profile.clocks import Clock
 from hookline.verbs.profile.run_kinds import RunKinds
-from hookline.verbs.profile.thread_account import Lane, ModuleCall
+from hookline.verbs.profile.thread_lane import Lane, ModuleCall
 
 
 @final
@@ -49,7 +49,7 @@ class _ThreadLanes(threading.local):
 
 
 @final
-class Ledger:
+class ProfileLanes:
     """Hold what the hooks of a profile share.
 
     Attributes:
@@ -69,7 +69,7 @@ class Ledger:
         """Return the lane of this thread."""
         lane = self.thread.lane
         if lane is None:
-            lane = Lane(self._make_clock(), Context(), name=threading.current_thread().name)
+            lane = Lane(self._make_clock(), CallContext(), name=threading.current_thread().name)
             self.thread.lane = lane
             self.lanes.append(lane)
         return lane
@@ -92,7 +92,7 @@ class Ledger:
         call = lane.enter_call(path, frame, number=current.number, is_again=is_again)
         if len(lane.calls) == 1 and not is_again:
             call.run = self.kinds.begin_run(path, args, kwargs)
-            lane.windows.current.has_gradients |= call.run.kind.has_gradients
+            lane.costs_by_pass.current.has_gradients |= call.run.kind.has_gradients
         return lane
 
     def find_call(self, frame: FrameType) -> ModuleCall | None:
@@ -110,7 +110,7 @@ class Ledger:
 class ProfileTap(Tap):
     """Charge the calls of a module: the first and the last hook before it and after it."""
 
-    __slots__ = ("_ledger",)
+    __slots__ = ("_profile_lanes",)
 
     hooks: tuple[HookSpec, HookSpec, HookSpec, HookSpec] = (
         HookSpec("forward_pre", "begin", Order.JOIN, with_kwargs=True),
@@ -119,9 +119,9 @@ class ProfileTap(Tap):
         HookSpec("forward", "end", Order.END, always_call=True),
     )
 
-    def __init__(self, site: Site, passes: Passes, ledger: Ledger) -> None:
+    def __init__(self, site: Site, passes: Passes, profile_lanes: ProfileLanes) -> None:
         super().__init__(site, passes, no_callback, Order.RECORD)
-        self._ledger = ledger
+        self._profile_lanes = profile_lanes
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Stop the clock: the first forward-pre hook."""
@@ -130,13 +130,13 @@ class ProfileTap(Tap):
         current = self._pass_of(module)
         if current is not None:
             frame = call_frame(sys._getframe(1))
-            self._ledger.enter(self.site.path, frame, current, args, kwargs or {})
+            self._profile_lanes.enter(self.site.path, frame, current, args, kwargs or {})
 
     def fire(self, module: nn.Module, args: Any) -> None:
         """Let the clock go on: the last forward-pre hook."""
         if is_dynamo_compiling() or self.passes.closed:
             return
-        lane = self._ledger.thread.active
+        lane = self._profile_lanes.thread.active
         if lane is not None and lane.calls:
             call = lane.calls[-1]
             if call.began is None and call.account.context.path == self.site.path:
@@ -146,7 +146,7 @@ class ProfileTap(Tap):
         """Stop the clock: the first forward hook, also called when the module raises."""
         if is_dynamo_compiling() or self.passes.closed:
             return
-        call = self._ledger.find_call(call_frame(sys._getframe(1)))
+        call = self._profile_lanes.find_call(call_frame(sys._getframe(1)))
         if call is not None:
             call.account.lane.leave(call)
 
@@ -154,7 +154,7 @@ class ProfileTap(Tap):
         """Let the clock go on: the last forward hook, also called when the module raises."""
         if is_dynamo_compiling() or self.passes.closed:
             return
-        call = self._ledger.find_call(call_frame(sys._getframe(1)))
+        call = self._profile_lanes.find_call(call_frame(sys._getframe(1)))
         if call is not None:
             call.account.lane.finish(call, output)
 
@@ -166,34 +166,34 @@ class ProfileTap(Tap):
 class ShardedTap(Tap):
     """Charge collectives while FSDP2 gathers the parameters of a module, or frees them."""
 
-    __slots__ = ("_ledger",)
+    __slots__ = ("_profile_lanes",)
 
     hooks: tuple[HookSpec, HookSpec] = (
         HookSpec("forward_pre", "begin", Order.EVERYWHERE),
         HookSpec("forward", "end", Order.EVERYWHERE),
     )
 
-    def __init__(self, site: Site, passes: Passes, ledger: Ledger) -> None:
+    def __init__(self, site: Site, passes: Passes, profile_lanes: ProfileLanes) -> None:
         super().__init__(site, passes, no_callback, Order.RECORD)
-        self._ledger = ledger
+        self._profile_lanes = profile_lanes
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Charge collectives: the hook before that of FSDP2."""
         if not is_dynamo_compiling() and self.passes.sees_this_context():
-            self._ledger.own_lane().gather_begins()
+            self._profile_lanes.own_lane().begin_gather()
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Charge collectives: the hook before that of FSDP2 after the forward."""
         if not is_dynamo_compiling() and self.passes.sees_this_context():
-            self._ledger.own_lane().reshard_begins(output)
+            self._profile_lanes.own_lane().begin_reshard(output)
 
 
 @final
 class CompiledRegions:
     """Charge the calls of compiled modules, whose inner modules are no rows of their own."""
 
-    def __init__(self, ledger: Ledger, passes: Passes, paths: dict[int, str]) -> None:
-        self._ledger = ledger
+    def __init__(self, profile_lanes: ProfileLanes, passes: Passes, paths: dict[int, str]) -> None:
+        self._profile_lanes = profile_lanes
         self._passes = passes
         self._paths = paths
         self._subscription = (
@@ -224,12 +224,12 @@ class CompiledRegions:
             return
         local = frame.f_locals
         args, kwargs = local.get("args", ()), local.get("kwargs", {})
-        lane = self._ledger.enter(self._paths[id(module)], frame, current, args, kwargs)
+        lane = self._profile_lanes.enter(self._paths[id(module)], frame, current, args, kwargs)
         lane.begin(lane.calls[-1])
 
     def leave(self, module: nn.Module, frame: FrameType, output: Any) -> None:
         """End the call."""
-        call = self._ledger.find_call(frame)
+        call = self._profile_lanes.find_call(frame)
         if call is not None and not call.account.lane.closed:
             call.account.lane.leave(call)
             call.account.lane.finish(call, output)
@@ -243,12 +243,12 @@ class GarbageHooks:
     """Stop a thread's clock while Python collects garbage in it.
 
     Python calls the object before and after each collection, in any thread. It does not keep the
-    ledger alive, and goes at the first collection without it.
+    lanes alive, and goes at the first collection without it.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, profile_lanes: ProfileLanes) -> None:
         self._callbacks = gc.callbacks  # modules have lost their names as the interpreter ends
-        self._ledger = weakref.ref(ledger)
+        self._profile_lanes = weakref.ref(profile_lanes)
 
     def open(self) -> None:
         """Register the object with Python."""
@@ -261,19 +261,21 @@ class GarbageHooks:
 
     def __call__(self, phase: str, info: Any) -> None:
         """Stop the clock, or let it go on."""
-        ledger = self._ledger()
-        if ledger is None:
+        profile_lanes = self._profile_lanes()
+        if profile_lanes is None:
             self.close()
             return
-        lane = ledger.running_lane()
+        lane = profile_lanes.running_lane()
         if lane is not None and not lane.closed:
             if phase == "start":
-                lane.clock.gc_begins()
+                lane.clock.pause_for_gc()
             else:
-                lane.clock.gc_ends()
+                lane.clock.resume_after_gc()
 
 
-def optimizer_steps(ledger: Ledger, passes: Passes, parameters: set[int]) -> OptimizerSteps:
+def optimizer_step_hooks(
+    profile_lanes: ProfileLanes, passes: Passes, parameters: set[int]
+) -> OptimizerSteps:
     """Return hooks that charge the steps of the optimizers that hold a parameter of the model."""
 
     def is_mine(optimizer: Optimizer) -> bool:
@@ -282,9 +284,9 @@ def optimizer_steps(ledger: Ledger, passes: Passes, parameters: set[int]) -> Opt
         return not parameters.isdisjoint(parameter_ids(optimizer))
 
     def begin(optimizer: Optimizer, has_gradients: bool) -> None:
-        ledger.own_lane().step_begins()
+        profile_lanes.own_lane().begin_optimizer_step()
 
     def end() -> None:
-        ledger.own_lane().step_ends()
+        profile_lanes.own_lane().end_optimizer_step()
 
     return OptimizerSteps(is_mine, begin, end)

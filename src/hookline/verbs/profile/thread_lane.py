@@ -40,10 +40,10 @@ from hookline.verbs.profile.call_tree import (
     OPTIMIZER,
     RECOMPUTE,
     SLOTS,
-    Context,
+    CallContext,
 )
 from hookline.verbs.profile.clocks import Clock
-from hookline.verbs.profile.costs_by_pass import PassWindows
+from hookline.verbs.profile.costs_by_pass import CostsByPass
 from hookline.verbs.profile.run_kinds import Run
 
 _MOST_EVENTS = 800_000  # four entries an event, of a thread, for the trace
@@ -60,12 +60,12 @@ class Account:
 
     __slots__ = ("at", "at_calls", "backward", "context", "inner", "lane", "slot")
 
-    def __init__(self, lane: Lane, context: Context, slot: int) -> None:
+    def __init__(self, lane: Lane, context: CallContext, slot: int) -> None:
         # The accounts of the modules that are called from here, in the same pass and phase.
         self.inner: dict[str, Account] = {}
         self.backward: Account | None = None
         self.lane: Lane = lane
-        self.context: Context = context
+        self.context: CallContext = context
         self.slot: int = slot
         # The places of the seconds and of the number of calls among the costs of a window.
         self.at: int = context.index * len(SLOTS) + slot
@@ -90,8 +90,8 @@ class ModuleCall:
     run: Run | None = None  # the kind of the run, for an outermost call
 
 
-class _Borders(threading.local):
-    """The borders of calls among the nodes of a lane: from a number on, an account.
+class _NodeOwners(threading.local):
+    """Who made the nodes of a lane: from each number on, an account.
 
     Each thread numbers its own nodes, also one of autograd, which recomputes calls on a GPU.
     """
@@ -116,23 +116,23 @@ class Lane:
         closed: whether the line has ended.
     """
 
-    def __init__(self, clock: Clock, top: Context, *, name: str) -> None:
+    def __init__(self, clock: Clock, top: CallContext, *, name: str) -> None:
         self.clock = clock
         self.name = name
-        self.windows: PassWindows = PassWindows(clock.read_pending)
-        self._costs = self.windows.current.costs
+        self.costs_by_pass: CostsByPass = CostsByPass(clock.read_pending)
+        self._costs = self.costs_by_pass.current.costs
         self.top: Account = Account(self, top, FORWARD)
         self.account: Account = self.top
         self._optimizer = Account(self, top, OPTIMIZER)
         self._collectives = Account(self, top, COLLECTIVES)
         self._before_collectives = self.top
-        self._accounts: dict[tuple[Context, int], Account] = {}
+        self._accounts: dict[tuple[CallContext, int], Account] = {}
         self.calls: list[ModuleCall] = []
         self.events: list[Any] = []
         self.n_lost: int = 0
         self.closed: bool = False
         self._tasks: list[tuple[int, Account]] = []
-        self._borders: _Borders = _Borders()
+        self._node_owners: _NodeOwners = _NodeOwners()
         clock.pause()
         self._start: Any = clock.resume()
 
@@ -143,22 +143,22 @@ class Lane:
         account = self.account
         self.clock.add_time(self._costs, account.at, self._start, mark)
         if account.slot == BACKWARD:
-            self._keep_event(account, self._start, mark)
+            self._add_trace_event(account, self._start, mark)
         self._start = mark
 
-    def _keep_event(self, account: Account, start: Any, end: Any) -> None:
+    def _add_trace_event(self, account: Account, start: Any, end: Any) -> None:
         if len(self.events) < _MOST_EVENTS:
             self.events += (account.context, account.slot, start, end)
         else:
             self.n_lost += 1
 
-    def _account_of(self, context: Context, phase: int) -> Account:
+    def _account_of(self, context: CallContext, phase: int) -> Account:
         """Return the account of a context for a phase."""
         key = context, phase
         account = self._accounts.get(key)
         if account is None:
             account = self._accounts[key] = Account(self, context, phase)
-            self.windows.make_room(context.index + 1)
+            self.costs_by_pass.make_room(context.index + 1)
         return account
 
     def switch_account(self, account: Account) -> None:
@@ -170,7 +170,7 @@ class Lane:
     def stop_clock(self) -> None:
         """Charge the rest, and charge nothing any more."""
         if not self.closed:
-            self._end_interrupted(sys._getframe(1))
+            self._end_interrupted_calls(sys._getframe(1))
             self._add_time_until(self.clock.pause())
             self.closed = True
             self.clock.resume()
@@ -184,14 +184,14 @@ class Lane:
             self._add_time_until(mark)
             self.account = self._before_collectives
         calls = self.calls
-        self._end_interrupted(frame)
+        self._end_interrupted_calls(frame)
         if not calls and backward_number() == -1:
             self._tasks.clear()  # of a backward that raised
             self.account = self.top
         self._add_time_until(mark)
-        if not calls and not is_again and number > self.windows.current.number:
-            self.windows.begin_pass(number)
-            self._costs = self.windows.current.costs
+        if not calls and not is_again and number > self.costs_by_pass.current.number:
+            self.costs_by_pass.begin_pass(number)
+            self._costs = self.costs_by_pass.current.costs
         account = self.account.inner.get(path) if calls else None
         if account is None:
             account = self._account_for_call(path, is_again=is_again)
@@ -202,17 +202,17 @@ class Lane:
         calls.append(call)
         return call
 
-    def _end_interrupted(self, frame: FrameType) -> None:
+    def _end_interrupted_calls(self, frame: FrameType) -> None:
         """End the calls that Ctrl-C has ended: torch calls no hook then."""
         while self.calls and not is_caller(self.calls[-1].key, frame):
             call = self.calls.pop()
             self.account = call.before
-            self._note_failure(call)
+            self._mark_failure(call)
 
-    def _note_failure(self, call: ModuleCall) -> None:
+    def _mark_failure(self, call: ModuleCall) -> None:
         """Note that a call has raised; with the root's call, the pass has failed."""
         if call.run is not None and call.run.mark_failed() and not call.run.kind.path:
-            self.windows.current.has_failed = True
+            self.costs_by_pass.current.has_failed = True
 
     def _account_for_call(self, path: str, *, is_again: bool) -> Account:
         """Return the account of a module that is called from the present account."""
@@ -235,20 +235,20 @@ class Lane:
             self.calls.pop()
         self._add_time_until(mark)
         if call.began is not None:
-            self._keep_event(call.account, call.began, mark)
+            self._add_trace_event(call.account, call.began, mark)
         self._assign_next_nodes(call.before)
 
     def finish(self, call: ModuleCall, output: Any) -> None:
         """End the call: hook the graph that it made, and let the clock go on."""
         self.calls.pop()
         if call.run is not None and call.run.has_raised():
-            self._note_failure(call)
+            self._mark_failure(call)
         elif output is not None and torch.is_grad_enabled():
             self._hook_outputs(call, output)
         if call.run is not None and not call.run.has_failed:
             call.run.kind.is_noted = True
-        if not self.calls and len(self._borders.numbers) > _MOST_BORDERS:
-            self._forget_oldest_borders()
+        if not self.calls and len(self._node_owners.numbers) > _MOST_BORDERS:
+            self._drop_oldest_node_owners()
         self.account = call.before
         self._start = self.clock.resume()
 
@@ -262,14 +262,14 @@ class Lane:
 
     # -- collectives ------------------------------------------------------------------------------
 
-    def gather_begins(self) -> None:
+    def begin_gather(self) -> None:
         """Charge collectives, before a sharded module gathers its parameters, until it begins."""
         if self.account is not self._collectives:
             self._before_collectives = self.account
         self.switch_account(self._collectives)
         self._assign_next_nodes(self._collectives)
 
-    def reshard_begins(self, output: Any) -> None:
+    def begin_reshard(self, output: Any) -> None:
         """Charge collectives, after a sharded module has run, until its call has ended.
 
         In backward the module gathers again when the gradient of its output arrives.
@@ -278,9 +278,9 @@ class Lane:
         self._assign_next_nodes(self._collectives)
         for tensor in tree.distinct(output):
             if tensor.grad_fn is not None:
-                hook_gradient(tensor, GradHook(self._gathers_in_backward))
+                hook_gradient(tensor, GradHook(self._charge_collectives_in_backward))
 
-    def _gathers_in_backward(self, grad: Tensor) -> None:
+    def _charge_collectives_in_backward(self, grad: Tensor) -> None:
         self._collectives(())
 
     # -- the graph --------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class Lane:
         if self.calls or not roots:
             return
         nodes, before = nodes_below(roots, call.lowest)
-        last: Context | None = None
+        last: CallContext | None = None
         for number, node in nodes:
             owner = self._owner_of_node(number).context
             if owner is not last:
@@ -306,15 +306,15 @@ class Lane:
             run.kind.n_nodes.add(len(nodes))
             run.count_backwards(outputs)
             if run.is_new:
-                self._add_kept_bytes(nodes, run)
+                self._add_saved_bytes(nodes, run)
 
     def _assign_next_nodes(self, account: Account) -> None:
         """Note that the nodes from now on belong to an account; in backward, to its backward."""
-        borders = self._borders
-        borders.numbers.append(next_number())
-        borders.owners.append(account.backward or self._backward_of(account))
+        node_owners = self._node_owners
+        node_owners.numbers.append(next_number())
+        node_owners.owners.append(account.backward or self._backward_account_of(account))
 
-    def _backward_of(self, account: Account) -> Account:
+    def _backward_account_of(self, account: Account) -> Account:
         """Return the account of backward through what an account has made."""
         backward = account
         if account.context.path is not None and account.slot != BACKWARD:
@@ -322,28 +322,30 @@ class Lane:
         account.backward = backward
         return backward
 
-    def _forget_oldest_borders(self) -> None:
-        """Forget the borders of old calls, whose graphs hardly go on into another call."""
-        borders = self._borders
-        del borders.numbers[: _MOST_BORDERS // 2], borders.owners[: _MOST_BORDERS // 2]
-        borders.hooked = {number for number in borders.hooked if number >= borders.numbers[0]}
+    def _drop_oldest_node_owners(self) -> None:
+        """Forget the nodes of old calls, whose graphs hardly go on into another call."""
+        node_owners = self._node_owners
+        del node_owners.numbers[: _MOST_BORDERS // 2], node_owners.owners[: _MOST_BORDERS // 2]
+        node_owners.hooked = {
+            number for number in node_owners.hooked if number >= node_owners.numbers[0]
+        }
 
     def _owner_of_node(self, number: int) -> Account:
         """Return the account of the innermost call that made a node."""
-        borders = self._borders
-        at = bisect_right(borders.numbers, number) - 1
-        return borders.owners[at] if at >= 0 else self.top
+        node_owners = self._node_owners
+        at = bisect_right(node_owners.numbers, number) - 1
+        return node_owners.owners[at] if at >= 0 else self.top
 
     def _hook_node(self, node: Any, number: int) -> None:
         """Have backward charge the module that made a node when the node's turn comes."""
-        hooked = self._borders.hooked
+        hooked = self._node_owners.hooked
         if number not in hooked and number < 2**63:
             hooked.add(number)
             prehook_node(node, self._owner_of_node(number))
 
-    def _add_kept_bytes(self, nodes: list[tuple[int, Any]], run: Run) -> None:
+    def _add_saved_bytes(self, nodes: list[tuple[int, Any]], run: Run) -> None:
         """Add up the bytes that each module's nodes keep; memory that several keep counts once."""
-        counted, bytes_by_context = set(run.memory), dict[Context, int]()
+        counted, bytes_by_context = set(run.memory), dict[CallContext, int]()
         for number, node in reversed(nodes):
             for tensor in raw_saved_by(node):
                 key, n_bytes = memory_key_and_size(tensor)
@@ -388,11 +390,11 @@ class Lane:
 
     # -- optimizers -------------------------------------------------------------------------------
 
-    def step_begins(self) -> None:
+    def begin_optimizer_step(self) -> None:
         """Charge the optimizer."""
         self._tasks.clear()
         self.switch_account(self._optimizer)
 
-    def step_ends(self) -> None:
+    def end_optimizer_step(self) -> None:
         """Charge the code around the model."""
         self.switch_account(self.top)
