@@ -45,7 +45,7 @@ def write(folder: Path, n_sites: int, site_bytes: int, per_file: int = 80) -> Pa
         for path in paths
     ]
     manifest = {
-        **RECORDING.head(), "torch": "0",
+        **RECORDING.first_keys(), "torch": "0",
         "model": "Large", "sites": sites,
         "modules": [[path, kind] for path, kind in holders.items()]
         + [[path, "Conv2d"] for path in paths],

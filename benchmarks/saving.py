@@ -99,7 +99,7 @@ def _recorded(n_values: int, size: int) -> hl.Recording:
 def _unguarded() -> Iterator[None]:
     with (
         mock.patch("hookline.files.safetensors_file.checksum", _constant),
-        mock.patch.object(TensorFile, "_check_sum", _constant),
+        mock.patch.object(TensorFile, "_verify_checksum", _constant),
     ):
         yield
 

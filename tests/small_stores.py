@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hookline.files.folder_or_url import Place, place_of
+from hookline.files.folder_or_url import Place, as_place
 from hookline.files.safetensors_file import DTYPES
 from hookline.stores.job_manifest import origin_here, write_manifest
 from hookline.stores.shard_file import Chunk, encode, name_of
@@ -29,7 +29,7 @@ def write_store(
     is_finished: bool = True,
 ) -> Place:
     """Write a store; `per_token` names the columns with a row a token, of `lengths` an item."""
-    place = place_of(where)
+    place = as_place(where)
     n_items = len(lengths) if lengths is not None else len(next(iter(columns.values())))
     items = range(n_items) if items is None else items
     job = {

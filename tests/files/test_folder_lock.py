@@ -26,8 +26,8 @@ def another_process(folder):
     """Another process that holds the lock of a folder."""
     script = """
         import sys
-        from hookline.files.folder_or_url import locked, place_of
-        with locked(place_of(sys.argv[1])):
+        from hookline.files.folder_or_url import locked, as_place
+        with locked(as_place(sys.argv[1])):
             print("locked", flush=True)
             sys.stdin.read()
     """
@@ -142,8 +142,8 @@ def test_a_forked_child_does_not_end_the_lock_of_its_parent(tmp_path):
 def test_a_killed_writers_children_do_not_keep_its_lock(tmp_path):
     script = """
         import os, sys
-        from hookline.files.folder_or_url import locked, place_of
-        with locked(place_of(sys.argv[1])):
+        from hookline.files.folder_or_url import locked, as_place
+        with locked(as_place(sys.argv[1])):
             if os.fork() == 0:
                 sys.stdin.read()  # until the test ends
                 os._exit(0)
@@ -175,7 +175,7 @@ def test_a_lock_that_outlives_its_process_names_who_has_it_open(tmp_path, monkey
     with locked(LocalPlace(tmp_path)):
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()
-        here = module._Owner.here()
+        here = module._Owner.this_process()
         text = f"process {ended.pid} on {here.host}\n{here.started} {here.machine}\n"
         (tmp_path / ".lock").write_text(text)
         monkeypatch.setattr(module.os, "getpid", lambda: 0)  # this process counts as another
@@ -213,7 +213,7 @@ def test_without_flock_a_second_writer_is_refused(tmp_path, without_flock):
 
 
 def written_by(folder, **changes):
-    owner = module._Owner.here()._replace(**changes)
+    owner = module._Owner.this_process()._replace(**changes)
     (folder / ".writer").write_text(f"{owner}\n{owner.started} {owner.machine}\n")
     return owner
 

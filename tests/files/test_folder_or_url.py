@@ -12,7 +12,7 @@ import torch
 
 import hookline as hl
 from hookline.files import folder_or_url as place_module
-from hookline.files.folder_or_url import LocalPlace, local_path, locked, place_of
+from hookline.files.folder_or_url import LocalPlace, as_local_path, as_place, locked
 from hookline.views.page.recording_page import page_file
 
 
@@ -32,7 +32,7 @@ def test_buffers_are_taken_as_they_are_written(tmp_path, monkeypatch):
             yield bytes([number]) * 6
             written.append(path.stat().st_size)
 
-    LocalPlace(tmp_path).create("x", buffers())
+    LocalPlace(tmp_path).write_new("x", buffers())
     assert written == [0, 12, 12, 24, 24]
     assert path.read_bytes() == b"".join(bytes([number]) * 6 for number in range(5))
 
@@ -48,7 +48,7 @@ def test_a_write_that_takes_only_a_part_goes_on(tmp_path, monkeypatch, most):
 
 
 def test_without_vectored_writes_the_same_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(place_module, "_write", place_module._write_first)
+    monkeypatch.setattr(place_module, "_write", place_module._write_first_chunk)
     LocalPlace(tmp_path).write("x", [b"a", b"bc", b"d"])
     assert (tmp_path / "x").read_bytes() == b"abcd"
 
@@ -69,16 +69,16 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
 
 
 def test_a_url_of_a_file_is_a_folder_here(tmp_path):
-    place = place_of(f"file://{tmp_path}/store")
+    place = as_place(f"file://{tmp_path}/store")
     assert isinstance(place, LocalPlace)
     assert place.folder == tmp_path / "store"
 
 
 def test_a_place_is_a_folder_or_a_url(tmp_path):
-    assert str(place_of(str(tmp_path))) == str(tmp_path)
-    assert str(place_of("memory://a/b/")) == "memory://a/b"
+    assert str(as_place(str(tmp_path))) == str(tmp_path)
+    assert str(as_place("memory://a/b/")) == "memory://a/b"
     with pytest.raises(hl.FolderError, match="must be a folder or a URL, got int"):
-        place_of(3)
+        as_place(3)
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_a_place_is_a_folder_or_a_url(tmp_path):
 def test_a_url_that_lost_a_slash_or_names_nothing_is_refused(tmp_path, monkeypatch, to):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(hl.FolderError, match="must be a folder or a URL, got '") as caught:
-        place_of(to)
+        as_place(to)
     assert str(caught.value).count("\n") == 1
     assert os.listdir(tmp_path) == []
 
 
 def test_a_url_whose_protocol_fails_is_refused(tmp_path):
     with pytest.raises(hl.FolderError, match=r"none\.zip cannot be used: .*\nCheck the address"):
-        place_of(f"zip://a::{tmp_path}/none.zip")
+        as_place(f"zip://a::{tmp_path}/none.zip")
 
 
 @pytest.mark.parametrize("to", ["s3://bucket/x", Path("s3://bucket/x"), "memory://x"])
@@ -118,7 +118,7 @@ def test_what_is_written_here_alone_refuses_a_url(tmp_path, monkeypatch, to):
 @pytest.mark.parametrize(("to", "got"), [("", "''"), ("a\0b", "'a.*b'"), (3, "int")])
 def test_a_path_here_is_advised_where_urls_are_refused(to, got):
     with pytest.raises(hl.FolderError, match=f"path on this machine, got {got}") as caught:
-        local_path(to)
+        as_local_path(to)
     assert "://" not in str(caught.value)
 
 
@@ -143,7 +143,7 @@ def test_a_run_is_opened_by_the_url_of_its_folder(tmp_path):
 
 def test_a_place_stays_where_it_is_when_the_directory_changes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    place = place_of("store")
+    place = as_place("store")
     (tmp_path / "other").mkdir()
     monkeypatch.chdir("other")
     place.write("x", [b"a"])

@@ -21,7 +21,7 @@ from thoroughness import examples
 def write_tensors(path, tensors):
     """Write a file of tensors, and return its checksums."""
     chunks, sums = encode_tensors(tensors)
-    LocalPlace(path.parent).create(path.name, chunks)
+    LocalPlace(path.parent).write_new(path.name, chunks)
     return sums
 
 
@@ -113,7 +113,7 @@ def test_bytes_are_compared_once_and_heads_at_once(tmp_path, monkeypatch):
     assert len(seen) == 1
     for _ in range(3):
         file.tensor("0")
-        file.read_verified("0")
+        file.read_verified_bytes("0")
         file.meta_tensor("1")
     assert seen[1:] == [8]
 
@@ -144,7 +144,7 @@ def test_a_head_that_lies_is_refused_even_with_a_right_checksum(tmp_path, head):
     path.write_bytes(data)
     sums = [checksum(data[:-8]), *[checksum(bytes(size)) for size in (8, 8)]]
     file = opened(path, sums)
-    for look in (file.tensor, file.meta_tensor, file.read_verified):
+    for look in (file.tensor, file.meta_tensor, file.read_verified_bytes):
         with pytest.raises((ValueError, KeyError, TypeError, RuntimeError)):
             look("0")
 

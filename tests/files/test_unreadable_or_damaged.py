@@ -9,7 +9,7 @@ import torch
 
 import hookline as hl
 from hookline.files import unreadable_or_damaged as reading_module
-from hookline.files.unreadable_or_damaged import UnreadableError, read_errors
+from hookline.files.unreadable_or_damaged import UnreadableError, convert_read_errors
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from hookline.files.unreadable_or_damaged import UnreadableError, read_errors
     ],
 )
 def test_what_reading_raises_says_what_to_do(error, remedy):
-    with pytest.raises(UnreadableError) as caught, read_errors("s/x"):
+    with pytest.raises(UnreadableError) as caught, convert_read_errors("s/x"):
         raise error
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("s/x cannot be read: ")
@@ -37,7 +37,7 @@ def test_what_reading_raises_says_what_to_do(error, remedy):
 
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "x"), ValueError("x"), hl.FolderError("x")])
 def test_what_is_gone_or_wrong_stays_as_it_is(error):
-    with pytest.raises(type(error)) as caught, read_errors("s/x"):
+    with pytest.raises(type(error)) as caught, convert_read_errors("s/x"):
         raise error
     assert caught.value is error
 

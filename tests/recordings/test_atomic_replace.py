@@ -19,7 +19,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.files.folder_lock import flock
-from hookline.files.folder_or_url import place_of
+from hookline.files.folder_or_url import as_place
 from hookline.files.sealed_json import MANIFEST
 from hookline.recordings import atomic_replace, folder
 from warm import run_python
@@ -300,8 +300,8 @@ def test_a_child_that_was_forked_during_a_save_keeps_no_lock(tmp_path):
         place = atomic_replace.place_of_recording(sys.argv[1])
         read, write = os.pipe()
         unfinished = atomic_replace.Draft(place).__enter__()
-        place.create(f"values-{unfinished.token}-00000.safetensors", [b"half"])
-        with place.waiting_lock():
+        place.write_new(f"values-{unfinished.token}-00000.safetensors", [b"half"])
+        with place.wait_for_lock():
             child = os.fork()
             if child == 0:
                 os.close(write)
@@ -318,7 +318,7 @@ def test_a_child_that_was_forked_during_a_save_keeps_no_lock(tmp_path):
 
 
 def test_at_a_url_only_files_of_the_older_manifest_are_removed():
-    place = place_of(f"memory://test-draft-{os.getpid()}")
+    place = as_place(f"memory://test-draft-{os.getpid()}")
     url, rank = str(place), "rank0-0123abcd"
     recorded(1).save(f"{url}/{rank}")
     checksum = json.loads((place / rank).read(MANIFEST))["checksum"]

@@ -176,9 +176,11 @@ def test_verifying_reads_all_and_opening_reads_nothing(tmp_path, monkeypatch):
 
     folder = recorded().save(tmp_path / "run")
     seen = []
-    verify = TensorFile.read_verified
+    verify = TensorFile.read_verified_bytes
     monkeypatch.setattr(
-        TensorFile, "read_verified", lambda self, name: (seen.append(name), verify(self, name))
+        TensorFile,
+        "read_verified_bytes",
+        lambda self, name: (seen.append(name), verify(self, name)),
     )
     hl.open(folder)
     assert seen == []

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.files.folder_or_url import LocalPlace, place_of
+from hookline.files.folder_or_url import LocalPlace, as_place
 from hookline.stores import mapped_shards as shards_module
 from hookline.stores import open_store
 from hookline.stores.mapped_shards import MISSING, Gatherer, RowAddresses
@@ -111,8 +111,10 @@ def test_a_damaged_shard_is_named_and_the_others_are_read(folder, damage):
 
 def test_a_file_is_verified_once_until_it_changes(folder, monkeypatch):
     checked = []
-    check = shards_module.verify_sum
-    monkeypatch.setattr(shards_module, "verify_sum", lambda s, d: checked.append(s) or check(s, d))
+    check = shards_module.verify_checksum
+    monkeypatch.setattr(
+        shards_module, "verify_checksum", lambda s, d: checked.append(s) or check(s, d)
+    )
     store = hl.open(folder)
     for _ in range(3):
         assert torch.equal(store["a"][:8], VALUES[:8])
@@ -182,7 +184,7 @@ def test_a_store_behind_a_url_is_read_in_bounded_memory(monkeypatch):
     data[-1] ^= 1
     place.write(name_of(1), [bytes(data)])
     with pytest.raises(hl.FolderError, match=r"shard-00000001.safetensors is damaged"):
-        place_of(where), hl.open(where, verify=True)
+        as_place(where), hl.open(where, verify=True)
 
 
 @pytest.mark.slow

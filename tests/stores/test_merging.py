@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.files.folder_or_url import place_of
+from hookline.files.folder_or_url import as_place
 from hookline.files.sealed_json import MANIFEST, seal_json
 from hookline.stores import merge, open_store, repair, verify
 from hookline.stores import merging as merging_module
@@ -132,7 +132,7 @@ def test_a_missing_shard_is_named(tmp_path):
     places = [part(tmp_path / "a", [0]), part(tmp_path / "b", [2])]
     with pytest.raises(hl.FolderError, match=r"got 1 shard in none of them: \[1\]"):
         merge(places, tmp_path / "all")
-    assert not (tmp_path / "all").exists() or place_of(tmp_path / "all").names() == []
+    assert not (tmp_path / "all").exists() or as_place(tmp_path / "all").names() == []
 
 
 def test_a_damaged_shard_is_named(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.files.folder_or_url import place_of
+from hookline.files.folder_or_url import as_place
 from hookline.stores.shard_file import Chunk, ShardWriter, name_of, read_shard
 
 
@@ -21,7 +21,7 @@ def ready():
 
 
 def test_shards_are_written_in_order_and_told(tmp_path):
-    place, told = place_of(tmp_path / "s"), []
+    place, told = as_place(tmp_path / "s"), []
     with ShardWriter(place, told.append) as writer:
         for number in range(5):
             writer.put(number, chunks(number), ready)
@@ -37,7 +37,7 @@ def test_no_more_wait_than_may(tmp_path):
         begun.append(1)
         go.wait(30)
 
-    with ShardWriter(place_of(tmp_path / "s"), lambda shard: None, waiting=2) as writer:
+    with ShardWriter(as_place(tmp_path / "s"), lambda shard: None, waiting=2) as writer:
         writer.put(0, chunks(0), wait)
         writer.put(1, chunks(1), ready)
         third = threading.Thread(target=writer.put, args=(2, chunks(2), ready))
@@ -53,14 +53,14 @@ def test_no_more_wait_than_may(tmp_path):
 def test_what_cannot_be_written_raises_at_the_latest_at_the_end(tmp_path):
     (tmp_path / "s").write_text("a file")
     with pytest.raises(hl.FolderError, match="cannot write"):
-        with ShardWriter(place_of(tmp_path / "s"), lambda shard: None) as writer:
+        with ShardWriter(as_place(tmp_path / "s"), lambda shard: None) as writer:
             writer.put(0, chunks(0), ready)
 
 
 def test_after_an_error_what_waits_is_still_written(tmp_path):
     told = []
     with pytest.raises(ZeroDivisionError):
-        with ShardWriter(place_of(tmp_path / "s"), told.append) as writer:
+        with ShardWriter(as_place(tmp_path / "s"), told.append) as writer:
             writer.put(0, chunks(0), ready)
             writer.put(1, chunks(1), ready)
             1 / 0  # noqa: B018
@@ -69,6 +69,6 @@ def test_after_an_error_what_waits_is_still_written(tmp_path):
 
 def test_no_thread_is_left(tmp_path):
     before = threading.active_count()
-    with ShardWriter(place_of(tmp_path / "s"), lambda shard: None) as writer:
+    with ShardWriter(as_place(tmp_path / "s"), lambda shard: None) as writer:
         writer.put(0, chunks(0), ready)
     assert threading.active_count() == before

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.files.folder_or_url import place_of
+from hookline.files.folder_or_url import as_place
 from hookline.files.safetensors_file import DTYPES
 from hookline.files.sealed_json import MANIFEST
 from hookline.stores import excerpt, open_store
@@ -209,7 +209,7 @@ def test_an_empty_folder_and_a_missing_one_are_not_stores(tmp_path):
     for where in (tmp_path, tmp_path / "missing", f"memory://nothing-{os.getpid()}"):
         with pytest.raises(hl.FolderError, match=r"is not a store: it has no manifest\.json"):
             open_store(where)
-    assert str(place_of(tmp_path)) == str(tmp_path)
+    assert str(as_place(tmp_path)) == str(tmp_path)
 
 
 # -- several stores as one ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.files.folder_or_url import place_of
+from hookline.files.folder_or_url import as_place
 from hookline.files.sealed_json import MANIFEST, seal_json
 from hookline.stores import Damage, open_store, repair, verify
 from hookline.stores.shard_file import name_of
@@ -140,7 +140,7 @@ def test_what_is_removed_is_made_again_by_the_same_extract(tmp_path):
     before = {path.name: path.read_bytes() for path in (tmp_path / "s").glob("shard*")}
     assert len(before) > 2
     for name in (name_of(0), name_of(2)):
-        flip(place_of(tmp_path / "s"), name)
+        flip(as_place(tmp_path / "s"), name)
     assert len(repair(tmp_path / "s").removed) == 2
     assert len(start()) == 24
     assert {path.name: path.read_bytes() for path in (tmp_path / "s").glob("shard*")} == before
@@ -206,7 +206,7 @@ def test_a_recorded_loop_keeps_what_is_whole(tmp_path):
         for rows in VALUES.split(4):
             MODEL(rows)
     assert len(line.store) == 24
-    flip(place_of(tmp_path / "s"), name_of(0))
+    flip(as_place(tmp_path / "s"), name_of(0))
     before = sorted(os.listdir(tmp_path / "s"))
     with pytest.raises(hl.FolderError, match="in a loop that cannot be run again, and is damaged"):
         repair(tmp_path / "s")
@@ -220,7 +220,7 @@ def test_a_loop_whose_process_was_killed_keeps_its_shards(tmp_path, monkeypatch)
             MODEL(rows)
         # What a kill leaves: whole shards, and a manifest without them.
         before = (tmp_path / "s" / MANIFEST).read_bytes()
-    place, whole = place_of(tmp_path / "s"), hl.open(tmp_path / "s")
+    place, whole = as_place(tmp_path / "s"), hl.open(tmp_path / "s")
     place.write(MANIFEST, [before])
     with pytest.raises(hl.FolderError, match=r"process was killed, keep .* hookline store repair"):
         hl.open(tmp_path / "s")

@@ -33,7 +33,7 @@ from hookline.curves.slot_layout import NO_TURN, Entry, Layout
 from hookline.curves.step_reports import StepReport
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.errors import FolderError
-from hookline.files.open_regular import is_deleted, open_regular
+from hookline.files.local_files import is_deleted, open_regular
 from hookline.statistics import Statistic, stats
 from hookline.statistics.covariance import CovarianceStatistic
 from hookline.statistics.histogram import HistogramStatistic

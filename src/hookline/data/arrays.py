@@ -19,7 +19,7 @@ from hookline.data.indexed_source import Items, RawBatch
 from hookline.display.text import listed, torch_name
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
-from hookline.files.safetensors_file import bytes_of
+from hookline.files.safetensors_file import to_byte_array
 
 _PIECE_BYTES = 8 * 1024**2
 
@@ -270,6 +270,6 @@ def _shape_and_fingerprint(rows: ArrayRows) -> dict[str, Any]:
         most = max(min(N_SAMPLES, WHOLE_BYTES // row_bytes), 2)
         ranges = [(row, row + 1) for row in spread_indices(n, most)]
     for start, stop in ranges:
-        digest.update(bytes_of(rows.read(start, stop)).data)
+        digest.update(to_byte_array(rows.read(start, stop)).data)
     dtype = torch_name(first.dtype)
     return {"shape": list(rows.shape), "dtype": dtype, "fingerprint": digest.hexdigest()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from hookline.files.safetensors_file import bytes_of
+from hookline.files.safetensors_file import to_byte_array
 
 # Up to here all bytes are read. A larger array or file is sampled.
 WHOLE_BYTES = 64 * 1024**2
@@ -53,7 +53,7 @@ def _encode_parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, Tensor):
         value = value if value.layout is torch.strided else value.to_dense()
         yield f"tensor {value.dtype} {list(value.shape)}".encode()
-        yield bytes_of(value).data
+        yield to_byte_array(value).data
     elif isinstance(value, np.ndarray) and value.dtype != object:
         yield f"array {value.dtype} {list(value.shape)}".encode()
         yield np.ascontiguousarray(value).tobytes()

@@ -44,7 +44,7 @@ class _Owner(NamedTuple):
     machine: str  # the boot and the process namespace in which the number counts; else empty
 
     @staticmethod
-    def here() -> _Owner:
+    def this_process() -> _Owner:
         """Return this process."""
         process = os.getpid()
         return _Owner(process, socket.gethostname(), _start_time(process), _boot_and_namespace())
@@ -54,7 +54,7 @@ class _Owner(NamedTuple):
 
     def state(self) -> Literal["this process", "alive", "ended", "unknown"]:
         """Tell whether the process is alive, as far as that is known here."""
-        this_process = _Owner.here()
+        this_process = _Owner.this_process()
         if self == this_process:
             return "this process"
         if (self.host, self.machine) != (this_process.host, this_process.machine):
@@ -88,15 +88,15 @@ class FolderLock:
         self._folder.mkdir(parents=True, exist_ok=True)
         if fcntl is None:
             return
-        self._acquire()
-        if not self.is_in_place():  # a writer that wrote nothing has removed its file meanwhile
+        self._acquire_once()
+        if not self.has_lock_file():  # a writer that wrote nothing has removed its file meanwhile
             self.release()
             self.acquire()
 
-    def _acquire(self) -> None:
+    def _acquire_once(self) -> None:
         handle = ForkSafeHandle(self._path, os.O_RDWR | os.O_CREAT)
         try:
-            if self._flock(handle):
+            if self._flock_if_supported(handle):
                 self._remove_stale(self._folder / _WRITER)
             else:
                 handle.close()
@@ -121,15 +121,19 @@ class FolderLock:
             with suppress(OSError):
                 os.ftruncate(handle.fileno(), 0)
                 is_alone = self._path.name == _LOCK and os.listdir(self._folder) == [_LOCK]
-                if is_alone and is_at(handle, self._path):
+                if is_alone and is_open_file_at(handle, self._path):
                     self._path.unlink()  # before it is unlocked: afterwards it is the next writer's
         finally:
             self._unlock_and_close(handle)
             self._handle = None
 
-    def is_in_place(self) -> bool:
+    def has_lock_file(self) -> bool:
         """Tell whether the folder still holds the file of the lock."""
-        return self._handle is None or not self._handle.is_open or is_at(self._handle, self._path)
+        return (
+            self._handle is None
+            or not self._handle.is_open
+            or is_open_file_at(self._handle, self._path)
+        )
 
     def _unlock_and_close(self, handle: ForkSafeHandle) -> None:
         with suppress(OSError):
@@ -141,7 +145,7 @@ class FolderLock:
                 _unlock(handle)
         handle.close()
 
-    def _flock(self, handle: ForkSafeHandle) -> bool:
+    def _flock_if_supported(self, handle: ForkSafeHandle) -> bool:
         """Lock `.lock`; return False if the file system has no such locks."""
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -244,7 +248,7 @@ def _unlock(handle: ForkSafeHandle) -> None:
         fcntl.flock(handle, fcntl.LOCK_UN)
 
 
-def is_at(handle: ForkSafeHandle, path: Path) -> bool:
+def is_open_file_at(handle: ForkSafeHandle, path: Path) -> bool:
     """Return whether an open file or folder is still the one at a path."""
     try:
         return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
@@ -257,7 +261,7 @@ def _busy_error(event: str) -> FolderError:
 
 
 def _write_owner(handle: ForkSafeHandle) -> None:
-    owner = _Owner.here()
+    owner = _Owner.this_process()
     with suppress(OSError):  # a full disk: the lock holds without a name
         os.ftruncate(handle.fileno(), 0)
         os.pwrite(handle.fileno(), f"{owner}\n{owner.started} {owner.machine}\n".encode(), 0)

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from hookline.display.text import first_line, type_and_line
 from hookline.errors import FolderError
-from hookline.files.folder_lock import FolderLock, flock, is_at
-from hookline.files.open_regular import FileState, MappedFile, file_state, open_regular, sync
+from hookline.files.folder_lock import FolderLock, flock, is_open_file_at
+from hookline.files.local_files import FileState, MappedFile, file_state, open_regular, sync_to_disk
 from hookline.files.unreadable_or_damaged import UnreadableError
 
 _PART = ".part"
@@ -40,12 +40,14 @@ _MOST_BUFFERS = 1024  # of one call: IOV_MAX of Linux and macOS
 _WRITE_BYTES = 2**22
 
 
-def place_of(to: str | os.PathLike[str]) -> Place:
-    """Return the place of a path or a URL (`s3://bucket/features`, `memory://features`).
+def as_place(to: str | os.PathLike[str] | Place) -> Place:
+    """Return the place of a path or a URL (`s3://bucket/features`); a place is returned as it is.
 
     Raises:
         FolderError: it is neither, or fsspec has no such protocol.
     """
+    if isinstance(to, LocalPlace | RemotePlace):
+        return to
     if isinstance(to, str) and "://" in to.rstrip("/") and not to.startswith(_LOCAL):
         return RemotePlace(to)
     return LocalPlace(
@@ -58,7 +60,7 @@ def _checked_path(to: str | os.PathLike[str], kind: str, example: str) -> Path:
         text = to.removeprefix(_LOCAL) if isinstance(to, str) else to
         path = Path(text)
         # Without the name of a bucket, fsspec takes "s3://" for a folder here.
-        if text == "" or "\0" in str(path) or "://" in str(text) or _is_broken_url(path):
+        if text == "" or "\0" in str(path) or "://" in str(text) or _is_url_with_lost_slash(path):
             raise ValueError(to)
     except (TypeError, ValueError) as error:
         actual = repr(str(error)) if isinstance(error, ValueError) else type(to).__name__
@@ -68,15 +70,10 @@ def _checked_path(to: str | os.PathLike[str], kind: str, example: str) -> Path:
     return path
 
 
-def as_place(where: str | os.PathLike[str] | Place) -> Place:
-    """Return the place of a path or a URL, and a place as it is."""
-    return place_of(where) if isinstance(where, str | os.PathLike) else where
-
-
-def local_path(to: str | os.PathLike[str]) -> Path:
+def as_local_path(to: str | os.PathLike[str]) -> Path:
     """Return the path of what can be written on this machine alone."""
     text = str(to).removeprefix(_LOCAL)
-    if "://" in text or _is_broken_url(Path(text)):
+    if "://" in text or _is_url_with_lost_slash(Path(text)):
         raise FolderError(
             f"{text} must be a path on this machine: at URLs, hookline writes stores, recordings"
             " and sweeps alone.\nGive a path here, and copy to the URL what was written."
@@ -84,7 +81,7 @@ def local_path(to: str | os.PathLike[str]) -> Path:
     return _checked_path(to, "a path on this machine", "'runs/a'")
 
 
-def _is_broken_url(folder: Path) -> bool:
+def _is_url_with_lost_slash(folder: Path) -> bool:
     """Tell whether a path is a URL that lost a slash, as `Path("s3://bucket")` does."""
     first = folder.parts[:1]
     return len(folder.parts) > 1 and bool(re.fullmatch(r"\w{2,}:", first[0]))
@@ -178,7 +175,7 @@ class LocalPlace:
         self._check_still_locked()
         try:
             try:
-                self.create(part.name, chunks)
+                self.write_new(part.name, chunks)
                 self.move(part.name, name)
             except BaseException:
                 part.unlink(missing_ok=True)
@@ -189,7 +186,7 @@ class LocalPlace:
                 f"\n{_write_remedy(error)} What was written before is whole. {self.again}"
             ) from error
 
-    def create(self, name: str, chunks: Iterable[Any]) -> None:
+    def write_new(self, name: str, chunks: Iterable[Any]) -> None:
         """Write a file of a new name, durably. Nobody reads it until another file names it."""
         if self._lock is None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -200,11 +197,11 @@ class LocalPlace:
     def move(self, name: str, to: str) -> None:
         """Give a file another name, durably; an older file of that name is replaced."""
         (self.folder / name).replace(self.folder / to)
-        sync(self.folder)
+        sync_to_disk(self.folder)
 
     def _check_still_locked(self) -> None:
         """Check that the folder, if it is locked, is still the one that was locked."""
-        if self._lock is None or self._lock.is_in_place():
+        if self._lock is None or self._lock.has_lock_file():
             return
         raise FolderError(
             f"{self} must stay where it is while it is written, got another folder or none."
@@ -278,12 +275,12 @@ class LocalPlace:
                 self.folder.rmdir()
 
     @contextmanager
-    def waiting_lock(self) -> Iterator[bool]:
+    def wait_for_lock(self) -> Iterator[bool]:
         """Lock the folder itself, which leaves no file; wait while another writer has its turn."""
         with ExitStack() as stack:
             # A lock on a folder that was removed meanwhile keeps nobody out.
             while (handle := flock(self.folder, stack, waiting=True)) is not None:
-                if is_at(handle, self.folder):
+                if is_open_file_at(handle, self.folder):
                     break
                 stack.close()
             yield handle is not None
@@ -332,12 +329,12 @@ class RemotePlace:
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes."""
-        with self._raise_unreadable(name):
+        with self._convert_network_errors(name):
             return int(self._fs.size(self._path(name)))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read a file, or a range of its bytes."""
-        with self._raise_unreadable(name):
+        with self._convert_network_errors(name):
             data = bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
             if stop is not None and len(data) < stop - start:
                 raise OSError(f"{name}: {len(data):,} of {stop - start:,} bytes came")
@@ -351,7 +348,7 @@ class RemotePlace:
         except Exception as error:
             raise self._unreachable_error(error) from error
 
-    create = write
+    write_new = write
 
     def remove(self, name: str) -> None:
         """Remove an object; a missing one is no error."""
@@ -380,7 +377,7 @@ class RemotePlace:
         """Do nothing: object stores have no locks."""
 
     @contextmanager
-    def waiting_lock(self) -> Iterator[bool]:
+    def wait_for_lock(self) -> Iterator[bool]:
         """Give False: object stores have no locks."""
         yield False
 
@@ -388,7 +385,7 @@ class RemotePlace:
         return f"{self._root}/{name}"
 
     @contextmanager
-    def _raise_unreadable(self, name: str) -> Iterator[None]:
+    def _convert_network_errors(self, name: str) -> Iterator[None]:
         """Turn errors of the network into an UnreadableError, but for that of a missing object."""
         try:
             yield
@@ -423,7 +420,7 @@ class RemoteFile:
         """Download a range."""
         return bytearray(self._place.read(self.name, start, min(stop, self.size)))
 
-    def is_current(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return True: what was read is not compared with the file again."""
         return True
 
@@ -446,11 +443,11 @@ def locked(place: Place) -> Iterator[None]:
 OpenFile = MappedFile | RemoteFile
 
 
-def _write_first(handle: int, chunks: list[memoryview]) -> int:
+def _write_first_chunk(handle: int, chunks: list[memoryview]) -> int:
     return os.write(handle, chunks[0])
 
 
-_write = getattr(os, "writev", _write_first)  # not on Windows
+_write = getattr(os, "writev", _write_first_chunk)  # not on Windows
 
 
 def _write_all(handle: int, chunks: Iterable[Any]) -> None:
@@ -466,12 +463,12 @@ def _write_all(handle: int, chunks: Iterable[Any]) -> None:
             waiting.append(view.cast("B"))
             n_bytes += view.nbytes
         if n_bytes >= _WRITE_BYTES or len(waiting) == _MOST_BUFFERS:
-            _write_group(handle, waiting)
+            _write_vectored(handle, waiting)
             waiting, n_bytes = [], 0
-    _write_group(handle, waiting)
+    _write_vectored(handle, waiting)
 
 
-def _write_group(handle: int, chunks: list[memoryview]) -> None:
+def _write_vectored(handle: int, chunks: list[memoryview]) -> None:
     chunks = chunks[::-1]
     while chunks:
         n_bytes = _write(handle, chunks[: -_MOST_BUFFERS - 1 : -1])

@@ -64,7 +64,7 @@ def encode_tensors(tensors: Sequence[Tensor]) -> tuple[Iterator[Any], list[str]]
     def buffers() -> Iterator[Any]:
         yield head
         for number in order:
-            data = _memory_of(tensors[number])
+            data = _as_memoryview(tensors[number])
             sums[1 + number] = checksum(data)
             yield data
 
@@ -83,26 +83,26 @@ def header_end(first_bytes: Any) -> int:
     return 8 + int.from_bytes(first_bytes[:8], "little")
 
 
-def flat_bytes(tensor: Tensor) -> Tensor:
+def view_as_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as its bytes, in one dimension.
 
-    >>> flat_bytes(torch.tensor([[1, 256]], dtype=torch.int16)).tolist()
+    >>> view_as_bytes(torch.tensor([[1, 256]], dtype=torch.int16)).tolist()
     [1, 0, 0, 1]
     """
     # A dimension of one element may have any stride and counts as contiguous: `view` refuses it.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+def to_byte_array(tensor: Tensor) -> NDArray[np.uint8]:
     """Return the bytes of a dense tensor, copied where they are not contiguous on the CPU."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data: NDArray[np.uint8] = flat_bytes(plain).numpy()
+    data: NDArray[np.uint8] = view_as_bytes(plain).numpy()
     return data
 
 
-def _memory_of(tensor: Tensor) -> memoryview:
+def _as_memoryview(tensor: Tensor) -> memoryview:
     if tensor.dtype not in IN_NUMPY:
-        tensor = flat_bytes(tensor)
+        tensor = view_as_bytes(tensor)
     return tensor.numpy().data
 
 
@@ -126,7 +126,7 @@ class TensorFile:
         if self._start > file.size:
             raise ValueError(f"{file.name} must be as long as its header says")
         head = file.read_range(0, self._start)
-        self._check_sum(head, sums[0])
+        self._verify_checksum(head, sums[0])
         self._head: dict[str, Any] = json.loads(bytes(head[8:]))
         self._tensors: dict[str, tuple[Tensor, int]] = {}
         self.verified: set[str] = set()
@@ -140,8 +140,8 @@ class TensorFile:
         """
         entry = self._tensors.get(name)
         if entry is None:
-            dtype, shape, _, _ = self._entry(name)
-            tensor = _bytes_to_tensor(self.read_verified(name), dtype, shape)
+            dtype, shape, _, _ = self._parse_entry(name)
+            tensor = _bytes_to_tensor(self.read_verified_bytes(name), dtype, shape)
             # setdefault: if another thread has read it too, both get the same tensor.
             entry = self._tensors.setdefault(name, (tensor, tensor._version))
         tensor, version = entry
@@ -151,30 +151,30 @@ class TensorFile:
 
     def meta_tensor(self, name: str) -> Tensor:
         """Return a meta tensor of the shape and dtype in the header."""
-        dtype, shape, _, _ = self._entry(name)
+        dtype, shape, _, _ = self._parse_entry(name)
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def read_verified(self, name: str) -> Any:
+    def read_verified_bytes(self, name: str) -> Any:
         """Compare a tensor's bytes with their checksum, once per file, and return the bytes.
 
         Raises:
             KeyError, ValueError: the tensor is missing or damaged.
         """
-        _, _, start, stop = self._entry(name)
+        _, _, start, stop = self._parse_entry(name)
         data = self.file.read_range(start, stop)
         if name not in self.verified or self.file.state is None:
-            self._check_sum(data, self._sums[1 + int(name)])
+            self._verify_checksum(data, self._sums[1 + int(name)])
             self.verified.add(name)
         return data
 
-    def _check_sum(self, data: Any, expected: str) -> None:
+    def _verify_checksum(self, data: Any, expected: str) -> None:
         actual = checksum(data)
         if actual != expected:
             raise ValueError(
                 f"{self.file.name} is damaged: a checksum must be {expected}, got {actual}"
             )
 
-    def _entry(self, name: str) -> tuple[torch.dtype, list[int], int, int]:
+    def _parse_entry(self, name: str) -> tuple[torch.dtype, list[int], int, int]:
         """Return a tensor's dtype, shape, and first and last byte offset in the file."""
         entry = self._head[name]
         dtype, shape = DTYPES[entry["dtype"]], entry["shape"]

@@ -35,7 +35,7 @@ class FolderFormat:
     writer: str  # the call that writes one
     again: str  # how to make the folder again: "extract it again"
 
-    def head(self) -> dict[str, Any]:
+    def first_keys(self) -> dict[str, Any]:
         """Return the first keys of a manifest."""
         return {
             "format": self.name, "version": self.version, "checksum": _BLANK.decode(),
@@ -51,7 +51,7 @@ class FolderFormat:
         head = place.read(MANIFEST, 0, min(_HEAD_BYTES, place.size(MANIFEST)))
         return f'"{self.name}"'.encode() in head
 
-    def check(self, manifest: Any, place: object) -> None:
+    def check_format(self, manifest: Any, place: object) -> None:
         """Refuse a manifest of another format or version."""
         if not isinstance(manifest, dict) or manifest.get("format") != self.name:
             raise FolderError(

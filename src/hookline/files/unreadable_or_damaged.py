@@ -33,7 +33,7 @@ class DamagedError(ValueError):
 
 
 @contextmanager
-def read_errors(file: str) -> Iterator[None]:
+def convert_read_errors(file: str) -> Iterator[None]:
     """Turn the errors of reading a file into an `UnreadableError`.
 
     A pipe or a folder in the place of a file stays a ValueError, and a missing file what it is.

@@ -22,8 +22,8 @@ from typing import final
 from hookline.display.text import first_line, listed
 from hookline.errors import FolderError
 from hookline.files.folder_lock import flock
-from hookline.files.folder_or_url import LocalPlace, Place, place_of
-from hookline.files.open_regular import FileState
+from hookline.files.folder_or_url import LocalPlace, Place, as_place
+from hookline.files.local_files import FileState
 from hookline.files.sealed_json import MANIFEST, FolderFormat
 
 RECORDING = FolderFormat("hookline-recording", 2, "a recording", "run.save(...)", "record it again")
@@ -45,7 +45,7 @@ def place_of_recording(folder: str | os.PathLike[str]) -> Place:
             f"a recording's folder must be a path, got {type(folder).__name__}."
             "\nGive its name, such as 'runs/first'."
         )
-    return place_of(folder)
+    return as_place(folder)
 
 
 def resolve_target(folder: str | os.PathLike[str]) -> Place:
@@ -70,7 +70,7 @@ def check_target(folder: str | os.PathLike[str]) -> None:
         FolderError: the folder holds files that are not a recording's, or cannot be used.
     """
     place = resolve_target(folder)
-    with place.waiting_lock():
+    with place.wait_for_lock():
         _check_replaceable(place)
 
 
@@ -153,7 +153,7 @@ class Draft:
         place = self._place
         if isinstance(place, LocalPlace) and not place.folder.exists():
             place.folder.mkdir(parents=True, exist_ok=True)
-        with place.waiting_lock() as is_alone:
+        with place.wait_for_lock() as is_alone:
             _check_replaceable(place)
             if isinstance(place, LocalPlace):
                 mark = place.folder / f".{self.token}.writing"
@@ -167,7 +167,7 @@ class Draft:
 
     def __exit__(self, *_: object) -> None:
         place = self._place
-        with place.waiting_lock(), suppress(OSError, ValueError):  # the next writer clears up
+        with place.wait_for_lock(), suppress(OSError, ValueError):  # the next writer clears up
             self._mark.close()
             # Another writer, who has replaced the manifest meanwhile, left the files to this one.
             if self._leads and (not self._is_committed or self._written != _manifest_state(place)):
@@ -186,7 +186,7 @@ class Draft:
                 older recording is still there.
         """
         place = self._place
-        with place.waiting_lock() as is_alone:
+        with place.wait_for_lock() as is_alone:
             _check_replaceable(place)
             older = _read_manifest(place)
             self._replace_manifest(manifest)
@@ -203,7 +203,7 @@ class Draft:
             place.remove(_PAGE)
             return
         new = f".{self.token}.manifest"
-        place.create(new, [manifest])
+        place.write_new(new, [manifest])
         page, aside = place.folder / _PAGE, place.folder / f".{self.token}.page"
         with suppress(FileNotFoundError):
             page.rename(aside)

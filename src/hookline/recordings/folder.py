@@ -46,7 +46,7 @@ from hookline.errors import FolderError, RanksError
 from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.files.safetensors_file import encode_tensors
 from hookline.files.sealed_json import MANIFEST, seal_json, stored_checksum, verify_seal
-from hookline.files.unreadable_or_damaged import DAMAGE, read_errors
+from hookline.files.unreadable_or_damaged import DAMAGE, convert_read_errors
 from hookline.recordings.atomic_replace import RANK, RECORDING, Draft, check_target, resolve_target
 from hookline.recordings.encoding import Lost, encode
 from hookline.recordings.log_entries import Contents, Entry, PartialGradients, PassContents
@@ -97,7 +97,7 @@ class _TensorWriter:
         if self._pending:
             chunks, sums = encode_tensors(self._pending)
             name = self._file_name()
-            self._place.create(name, chunks)
+            self._place.write_new(name, chunks)
             self.sums[name] = sums
         self._pending, self._bytes, self._names, self._alive = [], 0, {}, []
 
@@ -200,7 +200,7 @@ def _encode_value(value: Any, writer: _TensorWriter, lost: Lost) -> Any:
 
 def manifest_bytes(body: Mapping[str, Any]) -> bytes:
     """Return the bytes of a manifest with these keys after those that all manifests have."""
-    return seal_json({**RECORDING.head(), "torch": str(torch.__version__), **body})
+    return seal_json({**RECORDING.first_keys(), "torch": str(torch.__version__), **body})
 
 
 def read_manifest(place: Place) -> dict[str, Any]:
@@ -213,12 +213,12 @@ def read_manifest(place: Place) -> dict[str, Any]:
     """
     path = f"{place}/{MANIFEST}"
     try:
-        with read_errors(path):
+        with convert_read_errors(path):
             data = place.read(MANIFEST)
         manifest: dict[str, Any] = json.loads(data, object_hook=_SeenSites().refuse_repeat)
     except DAMAGE as error:
         raise FolderError(f"{path} cannot be read: {first_line(error)}.\n{REMEDY}") from error
-    RECORDING.check(manifest, place)
+    RECORDING.check_format(manifest, place)
     try:
         verify_seal(data)
     except ValueError as error:

@@ -32,7 +32,7 @@ from hookline.engine import (
     publish_failure,
 )
 from hookline.errors import AmbiguousError, HooklineError, RanksError
-from hookline.files.safetensors_file import flat_bytes
+from hookline.files.safetensors_file import view_as_bytes
 from hookline.recordings.join_dtensor_parts import (
     Layout,
     Part,
@@ -385,7 +385,7 @@ def _gather(collective: Collective, tensor: Tensor, shapes: list[list[int]]) -> 
     """Gather a plain tensor of each rank; their shapes may differ. A collective."""
     tensor = local_part(tensor).detach().resolve_conj().resolve_neg()
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = flat_bytes(real.contiguous()).to(_device(collective.group))
+    flat = view_as_bytes(real.contiguous()).to(_device(collective.group))
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
     padded = flat.new_zeros(max(sizes))  # all_gather needs one size, so all pad to the largest
     padded[: flat.numel()] = flat

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import AmbiguousError, RanksError, warn
-from hookline.files.safetensors_file import bytes_of
+from hookline.files.safetensors_file import to_byte_array
 
 Part = tuple["Layout", Tensor]
 # The part that a rank has a copy of, and a hash of its numbers; None where no other rank has it.
@@ -208,7 +208,7 @@ def fingerprint_replica(layout: Layout, part: Tensor) -> ReplicaFingerprint:
         return None
     here = [at for at, row in zip(layout.at, layout.placements, strict=False)
             if row[0] != "replicate"]  # fmt: skip
-    digest = hashlib.blake2b(bytes_of(part).data, digest_size=16)
+    digest = hashlib.blake2b(to_byte_array(part).data, digest_size=16)
     return [f"{layout.first} {here}", digest.hexdigest()]
 
 

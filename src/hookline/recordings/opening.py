@@ -30,7 +30,7 @@ def open_recording(place: Place, *, verify: bool = False) -> Recording:
     try:
         recording, parts = _open(place)
     except FileNotFoundError:
-        with place.waiting_lock():  # another process may have replaced it meanwhile
+        with place.wait_for_lock():  # another process may have replaced it meanwhile
             recording, parts = _open_under_lock(place)
     for contents in parts if verify else ():
         for current in contents.passes:

@@ -15,9 +15,9 @@ from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.errors import FolderError, OverwrittenError
 from hookline.files.folder_or_url import Place
-from hookline.files.open_regular import FileState
+from hookline.files.local_files import FileState
 from hookline.files.safetensors_file import TensorFile
-from hookline.files.unreadable_or_damaged import DAMAGE, UnreadableError, read_errors
+from hookline.files.unreadable_or_damaged import DAMAGE, UnreadableError, convert_read_errors
 from hookline.recordings.encoding import StoreTensor, decode, holds_shard, rename_tensors
 from hookline.recordings.join_dtensor_parts import Part
 
@@ -57,7 +57,7 @@ class TensorFiles:
     def verify(self, name: str) -> Tensor:
         """Compare a tensor's bytes with their checksum, then return its meta tensor."""
         file, key = self._locate(name)
-        file.read_verified(key)
+        file.read_verified_bytes(key)
         return file.meta_tensor(key)
 
     def release(self) -> None:
@@ -67,14 +67,14 @@ class TensorFiles:
     def _locate(self, name: str) -> tuple[TensorFile, str]:
         file, _, key = str(name).partition("/")
         opened = self._opened.get(file)
-        if opened is None or not opened.file.is_current():
+        if opened is None or not opened.file.is_unchanged():
             opened = self._opened[file] = self._open(file)
         return opened, key
 
     def _open(self, file: str) -> TensorFile:
         if PurePath(file).name != file or file in ("", ".", ".."):
             raise ValueError(f"a tensor's file must lie in the folder, got {file!r}")
-        with read_errors(f"{self.place}/{file}"):
+        with convert_read_errors(f"{self.place}/{file}"):
             opened = TensorFile(self.place.open(file), self._sums[file])
         state, verified = self._verified.get(file, (None, opened.verified))
         if state == opened.file.state:

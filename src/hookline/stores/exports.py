@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError, InputError, StructureError, check_one_of
-from hookline.files.folder_or_url import local_path
+from hookline.files.folder_or_url import as_local_path
 from hookline.stores.column import Column
 from hookline.stores.shard_file import LENGTH, numpy_dtype
 from hookline.util.optional_imports import how_to_install, require
@@ -52,7 +52,7 @@ def export(source: ExportedColumns, to: str | os.PathLike[str], format: Format) 
     write, packages = _FORMATS[format]
     for module, package, install in packages:
         require(module, f"{package} must be installed to export to {format}", install, InputError)
-    path = local_path(to)
+    path = as_local_path(to)
     if path.exists():
         raise FolderError(f"{path} must not exist yet to export to it.\nGive a new name.")
     try:

@@ -19,7 +19,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from hookline.engine.run_settings import ROUNDING
-from hookline.files.safetensors_file import DTYPE_NAMES, DTYPES, bytes_of
+from hookline.files.safetensors_file import DTYPE_NAMES, DTYPES, to_byte_array
 
 # The values of a column are dealt to so many sums, with arbitrary signs. A prime: the sums cut
 # across any dimension.
@@ -103,7 +103,7 @@ def _machine_epsilon(dtype: torch.dtype) -> float:
 
 def _column_summary(tensor: Tensor) -> dict[str, Any]:
     digest = xxh3_128(f"{list(tensor.shape)}".encode())
-    digest.update(bytes_of(tensor).data)
+    digest.update(to_byte_array(tensor).data)
     rows = _pad_to_rows(tensor)
     n_not_finite, square = 0, _sum_of_squares(rows)
     if not math.isfinite(square):

@@ -25,7 +25,7 @@ from hookline.engine.provenance import flags_here, versions_here
 from hookline.errors import FolderError
 from hookline.files.folder_or_url import Place
 from hookline.files.sealed_json import MANIFEST, FolderFormat, seal_json, verify_seal
-from hookline.files.unreadable_or_damaged import DAMAGE, read_errors
+from hookline.files.unreadable_or_damaged import DAMAGE, convert_read_errors
 from hookline.statistics import merge_by_key
 from hookline.stores.check_manifest import check_manifest
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard
@@ -233,7 +233,7 @@ def write_manifest(
         statistics = merge_by_key(shard.statistics for shard in shards)
         body["statistics"] = {name: moments.as_json() for name, moments in statistics.items()}
         body["skipped"] = [list(item) for shard in shards for item in shard.skipped]
-    place.write(MANIFEST, [seal_json({**STORE.head(), **body})])
+    place.write(MANIFEST, [seal_json({**STORE.first_keys(), **body})])
 
 
 def is_finished(place: Place) -> bool:
@@ -254,7 +254,7 @@ def read_manifest(place: Place) -> dict[str, Any] | None:
         UnreadableError: it cannot be read now.
     """
     try:
-        with read_errors(f"{place}/{MANIFEST}"):
+        with convert_read_errors(f"{place}/{MANIFEST}"):
             data = place.read(MANIFEST)
     except FileNotFoundError:
         return None
@@ -262,7 +262,7 @@ def read_manifest(place: Place) -> dict[str, Any] | None:
         raise FolderError(f"{place} cannot be read: {first_line(error)}.") from error
     try:
         manifest: dict[str, Any] = json.loads(data)
-        STORE.check(manifest, place)
+        STORE.check_format(manifest, place)
         verify_seal(data)
         check_manifest(manifest)
     except FolderError:

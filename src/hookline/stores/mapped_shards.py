@@ -21,7 +21,7 @@ from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.files.safetensors_file import DTYPES, header_end
-from hookline.files.unreadable_or_damaged import DAMAGE, read_errors
+from hookline.files.unreadable_or_damaged import DAMAGE, convert_read_errors
 from hookline.stores.shard_file import (
     LENGTH,
     ColumnForm,
@@ -31,7 +31,7 @@ from hookline.stores.shard_file import (
     decode_header,
     name_of,
     numpy_dtype,
-    verify_sum,
+    verify_checksum,
 )
 from hookline.util.fork_safe_lock import fork_safe_lock
 
@@ -224,7 +224,7 @@ class Shards:
     def _forget_if_damaged(self, shard: int) -> Iterator[None]:
         """Forget a shard that turns out to be damaged, so that a mended shard is read again."""
         try:
-            with read_errors(self.full_name(shard)):
+            with convert_read_errors(self.full_name(shard)):
                 yield
         except FolderError:
             raise
@@ -248,7 +248,7 @@ class Shards:
         _, verified = self._verified[shard]
         if form.name not in verified or opened.state is None:
             try:
-                verify_sum(span, data)
+                verify_checksum(span, data)
             except ValueError as error:
                 self._alive.pop((shard, form.name), None)  # an error's frames may keep it alive
                 raise ValueError(f"{form.name!r}: {error}") from None

@@ -31,11 +31,11 @@ from hookline.files.safetensors_file import (
     DTYPE_NAMES,
     DTYPES,
     IN_NUMPY,
-    bytes_of,
     frame_header,
     header_end,
+    to_byte_array,
 )
-from hookline.files.unreadable_or_damaged import DAMAGE, DamagedError, read_errors
+from hookline.files.unreadable_or_damaged import DAMAGE, DamagedError, convert_read_errors
 from hookline.statistics import Moments
 from hookline.statistics.flat_numbers import to_real_float
 
@@ -146,7 +146,7 @@ def encode(number: int, chunks: Sequence[Chunk], job_digest: str = "") -> tuple[
     sums: dict[str, str] = {}
     end = 0
     for name in names:
-        first, data = parts[name][0], list(map(bytes_of, parts[name]))
+        first, data = parts[name][0], list(map(to_byte_array, parts[name]))
         digest, start = xxh3_128(), end
         for piece in data:
             digest.update(piece.data)
@@ -250,7 +250,7 @@ def renumber(head: bytes, file_size: int, number: int, first_batch: int) -> tupl
     return new, decode_header(new, len(new) + file_size - len(head))
 
 
-def verify_sum(span: Span, data: NDArray[np.uint8]) -> None:
+def verify_checksum(span: Span, data: NDArray[np.uint8]) -> None:
     """Compare a column's bytes with their checksum."""
     actual = xxh3_128_hexdigest(data.data)
     if actual != span.sum:
@@ -293,7 +293,7 @@ def read_shard(place: Place, name: str, *, verify: bool = False) -> Shard:
         DamagedError: the bytes of the file were read, and are wrong.
     """
     try:
-        with read_errors(f"{place}/{name}"):
+        with convert_read_errors(f"{place}/{name}"):
             return _read_shard(place, name, verify=verify)
     except DAMAGE as error:
         raise DamagedError(first_line(error)) from error
@@ -307,7 +307,7 @@ def _read_shard(place: Place, name: str, *, verify: bool) -> Shard:
         raise ValueError(f"it must be as long as its header says, got {size} bytes")
     shard = decode_header(first + place.read(name, 8, end), size)
     for span in shard.spans.values() if verify else ():
-        verify_sum(span, place.view(name, span.start, span.stop))
+        verify_checksum(span, place.view(name, span.start, span.stop))
     return shard
 
 

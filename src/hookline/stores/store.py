@@ -27,7 +27,7 @@ from hookline.errors import (
 )
 from hookline.files.folder_or_url import Place, as_place
 from hookline.files.sealed_json import MANIFEST
-from hookline.files.unreadable_or_damaged import DAMAGE, read_errors
+from hookline.files.unreadable_or_damaged import DAMAGE, convert_read_errors
 from hookline.findings import Findings
 from hookline.recordings.key_index import Key, only_site, suggestion_text
 from hookline.statistics import Moments, merge_by_key
@@ -255,7 +255,7 @@ class Store(Result):
         """
         self._check_not_joined("names")
         try:
-            with read_errors(f"{self._place}/{NAMES}"):
+            with convert_read_errors(f"{self._place}/{NAMES}"):
                 data = self._place.read(NAMES)
             names = json.loads(data)
             if not isinstance(names, list):

@@ -11,7 +11,12 @@ from hookline.display.text import first_line, plural
 from hookline.errors import FolderError
 from hookline.files.folder_or_url import Place, as_place, locked
 from hookline.files.sealed_json import MANIFEST
-from hookline.files.unreadable_or_damaged import DAMAGE, DamagedError, UnreadableError, read_errors
+from hookline.files.unreadable_or_damaged import (
+    DAMAGE,
+    DamagedError,
+    UnreadableError,
+    convert_read_errors,
+)
 from hookline.stores.job_manifest import LOOP, UNKNOWN, Job, read_manifest, write_manifest
 from hookline.stores.shard_file import (
     LENGTH,
@@ -209,7 +214,7 @@ def _check_listed(shard: Shard, name: str, written: Mapping[str, Any]) -> None:
 
 def _verify_names(place: Place) -> list[Damage]:
     try:
-        with read_errors(f"{place}/{NAMES}"):
+        with convert_read_errors(f"{place}/{NAMES}"):
             data = place.read(NAMES)
         names = json.loads(data)
     except FileNotFoundError:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hookline as hl
-from hookline.files.folder_or_url import place_of
+from hookline.files.folder_or_url import as_place
 from hookline.files.sealed_json import seal_json
 from hookline.stores import job_manifest as manifest_module
 from hookline.stores.batch_columns import Offload
@@ -167,7 +167,7 @@ def test_a_model_that_draws_gives_the_same_when_resumed(tmp_path):
         (tmp_path / "again" / name).unlink()
     (tmp_path / "again" / "shard-00000000.safetensors").unlink()
     manifest = tmp_path / "again" / "manifest.json"
-    write_manifest(place_of(tmp_path / "again"), json.loads(manifest.read_text())["job"], {})
+    write_manifest(as_place(tmp_path / "again"), json.loads(manifest.read_text())["job"], {})
     torch.manual_seed(4)
     with pytest.warns(hl.HooklineWarning, match="was begun elsewhere"):
         hl.extract(Draws(), ROWS, "", tmp_path / "again", **options)
@@ -834,9 +834,9 @@ def test_items_that_fail_are_left_out_and_listed(model, tmp_path):
 
 
 def test_a_second_writer_is_refused(model, tmp_path):
-    from hookline.files.folder_or_url import locked, place_of
+    from hookline.files.folder_or_url import as_place, locked
 
-    with locked(place_of(tmp_path / "s")):
+    with locked(as_place(tmp_path / "s")):
         with pytest.raises(hl.FolderError, match=r"this process is writing to .* already"):
             hl.extract(model, ROWS, "stem", tmp_path / "s")
     hl.extract(model, ROWS, "stem", tmp_path / "s")

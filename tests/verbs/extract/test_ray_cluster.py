@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import hookline as hl
-from hookline.files.folder_or_url import place_of
+from hookline.files.folder_or_url import as_place
 from hookline.verbs.extract.ray_cluster import max_actors, ray_cluster, warn_of_other_nodes
 
 
@@ -39,8 +39,8 @@ def test_ctrl_c_while_a_cluster_starts_leaves_none(monkeypatch, n):
 def test_other_machines_must_share_the_folder(tmp_path):
     two = SimpleNamespace(nodes=lambda: [{"Alive": True}, {"Alive": True}, {"Alive": False}])
     with pytest.warns(hl.HooklineWarning, match="a folder that the 2 machines of the cluster"):
-        warn_of_other_nodes(two, place_of(tmp_path))
-    warn_of_other_nodes(two, place_of("memory://features"))  # a URL is the same anywhere
+        warn_of_other_nodes(two, as_place(tmp_path))
+    warn_of_other_nodes(two, as_place("memory://features"))  # a URL is the same anywhere
 
 
 def nodes(*resources):

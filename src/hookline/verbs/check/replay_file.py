@@ -24,7 +24,7 @@ from hookline.display.text import first_line, torch_name, type_and_line
 from hookline.engine import module_tree, path_text
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError, ModelError, NonFiniteError
-from hookline.files.folder_or_url import local_path
+from hookline.files.folder_or_url import as_local_path
 from hookline.recordings.encoding import decode, encode
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.shared.run_settings import Autocast, use_autocast
@@ -198,7 +198,7 @@ def make_folder(keep: str | os.PathLike[str]) -> Path:
         FolderError: the folder cannot be made.
     """
     try:
-        folder = local_path(keep).absolute()  # the working directory may change
+        folder = as_local_path(keep).absolute()  # the working directory may change
         folder.mkdir(parents=True, exist_ok=True)
     except (TypeError, ValueError, OSError) as error:
         raise FolderError(

@@ -14,7 +14,7 @@ from hookline.data.data_source import LoadOptions
 from hookline.data.make_source import make_source
 from hookline.engine import Selector, require_model, sharding_kind, unwrap_ddp
 from hookline.errors import FolderError, HooklineError, InputError, check_one_of, check_option_names
-from hookline.files.folder_or_url import place_of
+from hookline.files.folder_or_url import as_place
 from hookline.stores import Store, open_store
 from hookline.stores.job_manifest import is_finished
 from hookline.verbs.extract.collective_steps import Ranks
@@ -159,7 +159,7 @@ def extract(
     require_model(model, "hl.extract(model, data, selector, to)")
     check_option_names(extract, options, ExtractOptions.__annotations__)
     check_options(options)
-    place, ranks = place_of(to), Ranks()
+    place, ranks = as_place(to), Ranks()
     with ExitStack() as stack:
 
         def prepare() -> tuple[ProcessSetup, Worker, Engine]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hookline.engine import own_buffers, own_parameters
 from hookline.engine.pytree import tree
-from hookline.files.safetensors_file import flat_bytes
+from hookline.files.safetensors_file import view_as_bytes
 from hookline.verbs.shared.model_state import tensor_version
 
 _COMPARED_BYTES = 2**20  # of a tensor; a larger one counts by its identity and its version
@@ -49,7 +49,7 @@ class _TensorSnapshot(NamedTuple):
             return False
         now = tensor.detach().resolve_conj().resolve_neg().contiguous()
         # By bytes, because NaN does not equal itself.
-        return torch.equal(flat_bytes(values), flat_bytes(now))
+        return torch.equal(view_as_bytes(values), view_as_bytes(now))
 
 
 @final

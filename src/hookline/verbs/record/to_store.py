@@ -22,7 +22,7 @@ from hookline.errors import (
     StructureError,
     warn,
 )
-from hookline.files.folder_or_url import Place, place_of
+from hookline.files.folder_or_url import Place, as_place
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
 from hookline.stores.batch_columns import Offload, extract_columns
@@ -259,7 +259,7 @@ def make_store_line(
                 " give keep= a function that makes such rows; hl.monitor(model, ports='grad')"
                 " measures these gradients in each step."
             )
-        place = place_of(to)
+        place = as_place(to)
         place.again = _AGAIN
         sink = StoreSink(place, line.root, recording, options)
     except BaseException:

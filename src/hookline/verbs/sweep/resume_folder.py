@@ -12,7 +12,7 @@ from torch import nn
 from hookline.data.fingerprints import fingerprint
 from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.errors import FolderError
-from hookline.files.folder_or_url import place_of
+from hookline.files.folder_or_url import as_place
 from hookline.files.sealed_json import MANIFEST, FolderFormat, seal_json, verify_seal
 from hookline.verbs.sweep.grid import Entry
 
@@ -55,7 +55,7 @@ class SweepFolder:
     """
 
     def __init__(self, to: str | os.PathLike[str], job: Mapping[str, Any]) -> None:
-        self._place = place_of(to)
+        self._place = as_place(to)
         self._job = json.loads(json.dumps(job))
         self.results: Results = {}
         if MANIFEST in self._place.names():
@@ -69,7 +69,7 @@ class SweepFolder:
         try:
             data = self._place.read(MANIFEST)
             manifest = json.loads(data)
-            FORMAT.check(manifest, self._place)
+            FORMAT.check_format(manifest, self._place)
             verify_seal(data)
         except ValueError as error:
             raise FolderError(
@@ -93,5 +93,5 @@ class SweepFolder:
             FolderError: they cannot be written.
         """
         rows = [(index, number.hex(), has_moved) for index, (number, has_moved) in results.items()]
-        manifest = {**FORMAT.head(), "job": self._job, "results": rows}
+        manifest = {**FORMAT.first_keys(), "job": self._job, "results": rows}
         self._place.write(MANIFEST, [seal_json(manifest)])

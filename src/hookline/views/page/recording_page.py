@@ -16,7 +16,7 @@ from torch import Tensor
 from hookline.display.units import count, size
 from hookline.errors import FolderError, HooklineError
 from hookline.files.atomic_text import write_atomically
-from hookline.files.folder_or_url import local_path
+from hookline.files.folder_or_url import as_local_path
 from hookline.files.sealed_json import MANIFEST
 from hookline.findings import Findings
 from hookline.recordings import Recording
@@ -286,7 +286,7 @@ def _view_command(target: Path, contents: FolderContents) -> str:
 
 def page_file(path: str | os.PathLike[str]) -> Path:
     """Return the file to write: a path that ends in `.html`, or else `report.html` in a folder."""
-    target = local_path(path)
+    target = as_local_path(path)
     return target if target.suffix.lower() in (".html", ".htm") else target / _FILE_NAME
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError
-from hookline.files.folder_or_url import local_path
+from hookline.files.folder_or_url import as_local_path
 from hookline.verbs.monitor.writers.files import FunctionWriter, JsonLinesWriter, RunWriter
 from hookline.verbs.monitor.writers.lightning import make_lightning_writer
 from hookline.verbs.monitor.writers.mlflow import MlflowWriter
@@ -59,7 +59,7 @@ def writers_for(to: Any) -> list[ReportWriter]:
 
 def _make_writer(to: Any) -> ReportWriter:
     if isinstance(to, str | os.PathLike):
-        return _make_file_writer(local_path(to).absolute())  # the working directory may change
+        return _make_file_writer(as_local_path(to).absolute())  # the working directory may change
     make = _find_maker(to)
     if make is not None:
         return make(to)

@@ -11,7 +11,7 @@ from typing import Any, final
 from hookline.curves import RunFolder, StepReport
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.errors import FolderError
-from hookline.files.open_regular import is_deleted
+from hookline.files.local_files import is_deleted
 
 
 @final

@@ -27,7 +27,7 @@ def open_regular(path: Path) -> int:
     raise ValueError(f"{path.name} must be a regular file, got a {kind}")
 
 
-def sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Sync a file, or a folder's entries, to disk, so that a later rename cannot precede it."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -64,7 +64,7 @@ class MappedFile:
         """Return a range of the mapping."""
         return self._bytes[start:stop]
 
-    def is_current(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return whether the file is unchanged since it was opened."""
         try:
             return file_state(os.stat(self._path)) == self.state
