@@ -19,7 +19,7 @@ import hookline as hl
 from benchmarks.timing import Clock, Contender, Measure, Plan, Result, run_rounds
 from hookline.files.folder_or_url import LocalPlace
 from hookline.stores.job_manifest import read_manifest, write_manifest
-from hookline.stores.shard_file import name_of, read_shard, renumber
+from hookline.stores.shard_file import read_shard, renumber_shard, shard_file_name
 
 N_ROWS, WIDTH, RUN = 131_072, 768, 512
 _BATCH = 64
@@ -343,13 +343,13 @@ def _multiply(place: LocalPlace, n_shards: int) -> None:
     """Make a store of one shard a store of many: copies with numbers of their own."""
     manifest = read_manifest(place)
     assert manifest is not None
-    data = place.read(name_of(0))
-    one = read_shard(place, name_of(0))
+    data = place.read(shard_file_name(0))
+    one = read_shard(place, shard_file_name(0))
     end = min(span.start for span in one.spans.values())
     shards = []
     for number in range(n_shards):
-        head, shard = renumber(data[:end], len(data), number, number)
-        (place.folder / name_of(number)).write_bytes(head + data[end:])
+        head, shard = renumber_shard(data[:end], len(data), number, number)
+        (place.folder / shard_file_name(number)).write_bytes(head + data[end:])
         shards.append(shard)
     job = {**manifest["job"], "n_items": 4 * n_shards}
     write_manifest(place, job, manifest["environment"], shards)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hookline.files.folder_or_url import Place, as_place
 from hookline.files.safetensors_file import DTYPES
-from hookline.stores.job_manifest import origin_here, write_manifest
-from hookline.stores.shard_file import Chunk, encode, name_of
+from hookline.stores.job_manifest import environment_with_origin, write_manifest
+from hookline.stores.shard_file import Chunk, encode_shard, shard_file_name
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -42,7 +42,7 @@ def write_store(
         "batch_size": batch_size, "shard_batches": shard_batches, "n_items": n_items,
         "model": {}, "options": {}, "data": {},
     }  # fmt: skip
-    write_manifest(place, job, origin_here())
+    write_manifest(place, job, environment_with_origin())
     offsets = [0, *torch.tensor(lengths or []).cumsum(0).tolist()]
     chunks = []
     for batch, first in enumerate(range(0, n_items, batch_size)):
@@ -60,9 +60,9 @@ def write_store(
         ))  # fmt: skip
     shards = []
     for number, first in enumerate(range(0, len(chunks), shard_batches)):
-        buffers, shard = encode(number, chunks[first : first + shard_batches])
-        place.write(name_of(number), buffers)
+        buffers, shard = encode_shard(number, chunks[first : first + shard_batches])
+        place.write(shard_file_name(number), buffers)
         shards.append(shard)
     if is_finished:
-        write_manifest(place, job, origin_here(), shards)
+        write_manifest(place, job, environment_with_origin(), shards)
     return place

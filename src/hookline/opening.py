@@ -9,7 +9,7 @@ from hookline.errors import FolderError
 from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.recordings import Recording, open_recording, place_of_recording
 from hookline.stores.job_manifest import STORE
-from hookline.stores.shard_file import number_of
+from hookline.stores.shard_file import shard_number
 from hookline.stores.store import Store, open_store
 
 
@@ -83,6 +83,6 @@ def _has_store_manifest(place: Place) -> bool:
 
 def _has_shards(place: Place) -> bool:
     try:
-        return any(number_of(name) is not None for name in place.names())
+        return any(shard_number(name) is not None for name in place.names())
     except FolderError:
         return False

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.stores.batch_columns import Offload
+from hookline.stores.batch_columns import CpuOffload
 
 CPU = torch.device("cpu")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a CUDA device")
@@ -15,14 +15,14 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a 
 
 def test_rows_of_a_larger_value_leave_the_rest_behind():
     whole = torch.randn(1000, 4)
-    rows = Offload(CPU)(whole[10:20])
+    rows = CpuOffload(CPU)(whole[10:20])
     assert torch.equal(rows, whole[10:20])
     assert rows.untyped_storage().nbytes() == rows.nbytes
 
 
 def test_a_value_that_lies_across_memory_is_made_contiguous():
     value = torch.randn(3, 5, requires_grad=True).t()
-    copy = Offload(CPU)(value)
+    copy = CpuOffload(CPU)(value)
     assert copy.is_contiguous()
     assert not copy.requires_grad
     assert torch.equal(copy, value)
@@ -30,14 +30,14 @@ def test_a_value_that_lies_across_memory_is_made_contiguous():
 
 def test_a_whole_value_on_the_cpu_is_not_copied_again():
     value = torch.randn(3, 5)
-    offload = Offload(CPU)
+    offload = CpuOffload(CPU)
     assert offload(value).data_ptr() == value.data_ptr()
     assert offload.waiter()() is None
 
 
 @on_a_gpu
 def test_a_gpu_value_lies_in_pinned_memory_when_ready():
-    offload = Offload(torch.device("cuda"))
+    offload = CpuOffload(torch.device("cuda"))
     values = [torch.randn(256, 1024, device="cuda") for _ in range(8)]
     copies = [offload(value) for value in values]
     offload.waiter()()
@@ -48,13 +48,13 @@ def test_a_gpu_value_lies_in_pinned_memory_when_ready():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two CUDA devices")
 def test_values_of_another_gpu_are_there_at_once():
     value = torch.randn(1 << 24, device="cuda:1")
-    copy = Offload(torch.device("cuda:0"))(value)
+    copy = CpuOffload(torch.device("cuda:0"))(value)
     assert torch.equal(copy, value.cpu())
 
 
 @on_a_gpu
 def test_gpu_memory_is_not_reused_while_it_is_copied():
-    offload = Offload(torch.device("cuda"))
+    offload = CpuOffload(torch.device("cuda"))
     copies = []
     for number in range(200):
         value = torch.full((1 << 20,), float(number), device="cuda")

@@ -7,14 +7,18 @@ import json
 import pytest
 import torch
 
-from hookline.stores.first_batch_summary import ComputePrecision, compare_summaries, summary_of
+from hookline.stores.first_batch_summary import (
+    ComputePrecision,
+    compare_summaries,
+    summarize_columns,
+)
 
 CPU = ComputePrecision("cpu", 0.0, False)
 VALUES = torch.randn(8, 5, 7, generator=torch.Generator().manual_seed(0))
 
 
 def summary(values, computing=CPU):
-    about = summary_of({"fc": values}, computing)
+    about = summarize_columns({"fc": values}, computing)
     return json.loads(json.dumps(about))  # as a manifest holds it
 
 

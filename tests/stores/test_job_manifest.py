@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from hookline.files.folder_or_url import LocalPlace
-from hookline.stores.job_manifest import Job, environment, read_manifest, write_manifest
+from hookline.stores.job_manifest import Job, compared_environment, read_manifest, write_manifest
 
 
 def test_the_order_of_keys_changes_no_byte(tmp_path):
@@ -14,9 +14,9 @@ def test_the_order_of_keys_changes_no_byte(tmp_path):
         "batch_size": 4, "shard_batches": 1, "n_items": 0, "columns": [],
     }  # fmt: skip
     places = [LocalPlace(tmp_path / name) for name in "ab"]
-    write_manifest(places[0], job, environment(), [])
+    write_manifest(places[0], job, compared_environment(), [])
     as_sent = json.loads(json.dumps(job, sort_keys=True))
-    write_manifest(places[1], as_sent, dict(reversed(environment().items())), [])
+    write_manifest(places[1], as_sent, dict(reversed(compared_environment().items())), [])
     assert places[0].read("manifest.json") == places[1].read("manifest.json")
     assert read_manifest(places[0])["job"] == job
 

@@ -18,7 +18,7 @@ from hookline.files.folder_or_url import LocalPlace, as_place
 from hookline.stores import mapped_shards as shards_module
 from hookline.stores import open_store
 from hookline.stores.mapped_shards import MISSING, Gatherer, RowAddresses
-from hookline.stores.shard_file import name_of
+from hookline.stores.shard_file import shard_file_name
 from small_stores import write_store
 
 VALUES = torch.arange(96.0).reshape(24, 4)
@@ -42,7 +42,7 @@ def flip(path, column):
 
 
 def test_a_flipped_bit_is_found_when_its_column_is_first_read(folder):
-    flip(folder / name_of(1), "a")
+    flip(folder / shard_file_name(1), "a")
     store = hl.open(folder)
     assert torch.equal(store["b"][:], -VALUES)
     assert torch.equal(store["a"][:8], VALUES[:8])
@@ -61,7 +61,7 @@ def test_a_flipped_bit_is_found_when_its_column_is_first_read(folder):
 @pytest.mark.parametrize("column", ["a", "b", "@item"])
 def test_verify_reads_all_values_at_once(folder, column):
     hl.open(folder, verify=True)
-    flip(folder / name_of(2), column)
+    flip(folder / shard_file_name(2), column)
     hl.open(folder)
     with pytest.raises(hl.FolderError, match=rf"shard-00000002.safetensors is damaged: '{column}'"):
         hl.open(folder, verify=True)
@@ -92,14 +92,14 @@ def of_another_store(path):
 
 
 def of_another_number(path):
-    path.write_bytes((path.parent / name_of(0)).read_bytes())
+    path.write_bytes((path.parent / shard_file_name(0)).read_bytes())
 
 
 @pytest.mark.parametrize(
     "damage", [cut, empty, other_head, lying_length, of_another_store, of_another_number, os.remove]
 )
 def test_a_damaged_shard_is_named_and_the_others_are_read(folder, damage):
-    damage(folder / name_of(1))
+    damage(folder / shard_file_name(1))
     store = hl.open(folder)
     assert torch.equal(store["a"][:8], VALUES[:8])
     what = "is gone" if damage is os.remove else "is damaged: "
@@ -120,7 +120,7 @@ def test_a_file_is_verified_once_until_it_changes(folder, monkeypatch):
         assert torch.equal(store["a"][:8], VALUES[:8])
         store.release()
     assert len(checked) == 1
-    os.utime(folder / name_of(0), ns=(1, 1))
+    os.utime(folder / shard_file_name(0), ns=(1, 1))
     store["a"][0]
     assert len(checked) == 2
 
@@ -164,7 +164,7 @@ def test_mappings_that_others_have_used_up_are_given_back(folder, monkeypatch):
 
     monkeypatch.setattr(LocalPlace, "view", fails_once)
     assert torch.equal(store["a"][:], VALUES)
-    assert failed == [name_of(1)]
+    assert failed == [shard_file_name(1)]
 
 
 def test_a_store_behind_a_url_is_read_in_bounded_memory(monkeypatch):
@@ -176,13 +176,13 @@ def test_a_store_behind_a_url_is_read_in_bounded_memory(monkeypatch):
         assert torch.equal(store["a"][:], VALUES)
         assert torch.equal(store["b"][::-5], -VALUES.flip(0)[::5])
         assert sum(store._shards._downloaded.values()) <= 2 * 8 * 16
-    place.remove(name_of(2))
+    place.remove(shard_file_name(2))
     store.release()
     with pytest.raises(hl.FolderError, match=r"shard-00000002.safetensors is gone"):
         store["a"][23]
-    data = bytearray(place.read(name_of(1)))
+    data = bytearray(place.read(shard_file_name(1)))
     data[-1] ^= 1
-    place.write(name_of(1), [bytes(data)])
+    place.write(shard_file_name(1), [bytes(data)])
     with pytest.raises(hl.FolderError, match=r"shard-00000001.safetensors is damaged"):
         as_place(where), hl.open(where, verify=True)
 
@@ -242,10 +242,10 @@ def test_an_open_reader_reads_again_what_was_mended(where, tmp_path):
     place = write_store(
         tmp_path / "s" if where == "folder" else f"memory://{tmp_path}", {"a": VALUES}
     )
-    whole = place.read(name_of(1))
+    whole = place.read(shard_file_name(1))
     damaged = bytearray(whole)
     damaged[-1] ^= 1
-    place.write(name_of(1), [bytes(damaged)])
+    place.write(shard_file_name(1), [bytes(damaged)])
     store = hl.open(str(place))
     errors = []
     for _ in range(2):
@@ -254,10 +254,10 @@ def test_an_open_reader_reads_again_what_was_mended(where, tmp_path):
         ) as caught:
             store["a"][:]
         errors.append(caught.value)  # holds the frames, and with them the damaged bytes
-    place.remove(name_of(1))
+    place.remove(shard_file_name(1))
     with pytest.raises(hl.FolderError, match=r"shard-00000001\.safetensors is gone"):
         store["a"][:]
-    place.write(name_of(1), [whole])
+    place.write(shard_file_name(1), [whole])
     assert torch.equal(store["a"][:], VALUES)
 
 
@@ -311,6 +311,6 @@ def test_rows_that_are_too_large_or_empty_are_not_gathered(shape, can):
 def test_origins_hold_the_arrays_that_they_lead_to():
     origins = RowAddresses(3)
     array = np.ones(4)
-    origins.add(1, array, 5)
+    origins.add_shard(1, array, 5)
     assert origins.of_shard.tolist() == [MISSING, 5, MISSING]
     assert origins._arrays[0] is array

@@ -14,7 +14,7 @@ from hookline.files.folder_or_url import as_place
 from hookline.files.sealed_json import MANIFEST, seal_json
 from hookline.stores import merge, open_store, repair, verify
 from hookline.stores import merging as merging_module
-from hookline.stores.shard_file import name_of
+from hookline.stores.shard_file import shard_file_name
 from small_stores import write_store
 
 VALUES = torch.arange(96.0).reshape(24, 4)
@@ -24,7 +24,7 @@ def part(where, numbers, *, is_finished=False):
     """A store of which only some shards have been made."""
     place = write_store(where, {"x": VALUES}, is_finished=is_finished)
     for number in {0, 1, 2} - set(numbers):
-        place.remove(name_of(number))
+        place.remove(shard_file_name(number))
     return place
 
 
@@ -46,7 +46,9 @@ def test_parts_of_one_job_become_the_store_of_one_machine(tmp_path, parts):
 def test_shards_on_the_same_disk_are_links(tmp_path):
     part(tmp_path / "a", [0, 1, 2], is_finished=True)
     merge([tmp_path / "a"], tmp_path / "all")
-    assert os.path.samefile(tmp_path / "a" / name_of(1), tmp_path / "all" / name_of(1))
+    assert os.path.samefile(
+        tmp_path / "a" / shard_file_name(1), tmp_path / "all" / shard_file_name(1)
+    )
     assert not os.path.samefile(tmp_path / "a" / MANIFEST, tmp_path / "all" / MANIFEST)
 
 
@@ -137,9 +139,9 @@ def test_a_missing_shard_is_named(tmp_path):
 
 def test_a_damaged_shard_is_named(tmp_path):
     place = part(tmp_path / "a", [0, 1, 2])
-    data = bytearray(place.read(name_of(1)))
+    data = bytearray(place.read(shard_file_name(1)))
     data[-1] ^= 1
-    place.write(name_of(1), [bytes(data)])
+    place.write(shard_file_name(1), [bytes(data)])
     with pytest.raises(hl.FolderError, match=r"shard-00000001\.safetensors is gone or damaged"):
         merge([place], tmp_path / "all")
 
@@ -212,7 +214,7 @@ def halves(tmp_path):
     for name, missing in (("a", [2, 3]), ("b", [0, 1])):
         hl.extract(model, VALUES, "", tmp_path / name, batch_size=6, shard_bytes=1)
         for number in missing:
-            (tmp_path / name / name_of(number)).unlink()
+            (tmp_path / name / shard_file_name(number)).unlink()
     return tmp_path / "a", tmp_path / "b"
 
 

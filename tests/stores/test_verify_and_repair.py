@@ -13,7 +13,7 @@ import hookline as hl
 from hookline.files.folder_or_url import as_place
 from hookline.files.sealed_json import MANIFEST, seal_json
 from hookline.stores import Damage, open_store, repair, verify
-from hookline.stores.shard_file import name_of
+from hookline.stores.shard_file import shard_file_name
 from small_stores import write_store
 
 VALUES = torch.arange(96.0).reshape(24, 4)
@@ -46,23 +46,29 @@ def test_a_whole_store_has_no_damage_and_stays_as_it_is(place):
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (lambda place: flip(place, name_of(1)), "it is damaged: its checksum must be"),
-        (lambda place: flip(place, name_of(1), 40), "it is damaged: "),
-        (lambda place: place.write(name_of(1), [place.read(name_of(1))[:-3]]), "bytes long, got"),
-        (lambda place: place.write(name_of(1), [b""]), "it is damaged: "),
-        (lambda place: place.write(name_of(1), [place.read(name_of(0))]), "its seal must be"),
-        (lambda place: place.remove(name_of(1)), "it is gone"),
+        (lambda place: flip(place, shard_file_name(1)), "it is damaged: its checksum must be"),
+        (lambda place: flip(place, shard_file_name(1), 40), "it is damaged: "),
+        (
+            lambda place: place.write(shard_file_name(1), [place.read(shard_file_name(1))[:-3]]),
+            "bytes long, got",
+        ),
+        (lambda place: place.write(shard_file_name(1), [b""]), "it is damaged: "),
+        (
+            lambda place: place.write(shard_file_name(1), [place.read(shard_file_name(0))]),
+            "its seal must be",
+        ),
+        (lambda place: place.remove(shard_file_name(1)), "it is gone"),
     ],
 )
 def test_a_damaged_shard_is_listed_and_removed(place, damage, what):
     damage(place)
     (found,) = verify(place)
-    assert found.name == name_of(1)
+    assert found.name == shard_file_name(1)
     assert what in found.what
     done = repair(place)
-    assert [one.name for one in done.removed] == [name_of(1)]
+    assert [one.name for one in done.removed] == [shard_file_name(1)]
     assert "1 damaged shard removed or gone. Start the same hl.extract again" in str(done)
-    assert name_of(1) not in place.names()
+    assert shard_file_name(1) not in place.names()
     with pytest.raises(hl.FolderError, match="is not finished: it holds 2 shards so far"):
         open_store(place)
     assert verify(place) == []
@@ -82,12 +88,12 @@ UNREADABLE = [
 @pytest.mark.parametrize("error", UNREADABLE, ids=lambda error: f"{type(error).__name__}{error}")
 @pytest.mark.parametrize("method", ["size", "read", "view"])
 def test_a_shard_that_cannot_be_read_is_not_removed(place, monkeypatch, method, error):
-    flip(place, name_of(0))  # what is damaged stays, too, until all could be read
+    flip(place, shard_file_name(0))  # what is damaged stays, too, until all could be read
     before = {name: place.read(name) for name in place.names()}
     real = getattr(type(place), method)
 
     def fails(self, name, *range):
-        if name == name_of(1):
+        if name == shard_file_name(1):
             raise error
         return real(self, name, *range)
 
@@ -121,15 +127,15 @@ def test_a_shard_that_is_gone_for_a_moment_is_not_removed(place, monkeypatch):
     real, asked = type(place).size, []
 
     def gone_once(self, name):
-        if name == name_of(1) and not asked:
+        if name == shard_file_name(1) and not asked:
             asked.append(name)
             raise FileNotFoundError(name)
         return real(self, name)
 
     monkeypatch.setattr(type(place), "size", gone_once)
     (removed,) = repair(place).removed
-    assert str(removed) == f"{name_of(1)}: it is gone"
-    assert name_of(1) in place.names()
+    assert str(removed) == f"{shard_file_name(1)}: it is gone"
+    assert shard_file_name(1) in place.names()
 
 
 def test_what_is_removed_is_made_again_by_the_same_extract(tmp_path):
@@ -139,7 +145,7 @@ def test_what_is_removed_is_made_again_by_the_same_extract(tmp_path):
     start()
     before = {path.name: path.read_bytes() for path in (tmp_path / "s").glob("shard*")}
     assert len(before) > 2
-    for name in (name_of(0), name_of(2)):
+    for name in (shard_file_name(0), shard_file_name(2)):
         flip(as_place(tmp_path / "s"), name)
     assert len(repair(tmp_path / "s").removed) == 2
     assert len(start()) == 24
@@ -193,7 +199,10 @@ def test_a_store_made_again_is_not_gone_on_with(tmp_path):
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_a_lost_manifest_and_a_lost_shard_change_nothing(place, damaged):
     place.remove(MANIFEST)
-    for damage in (lambda: flip(place, name_of(damaged)), lambda: place.remove(name_of(damaged))):
+    for damage in (
+        lambda: flip(place, shard_file_name(damaged)),
+        lambda: place.remove(shard_file_name(damaged)),
+    ):
         damage()
         before = place.names()
         with pytest.raises(hl.FolderError, match=r"cannot be mended: its manifest\.json is gone"):
@@ -206,7 +215,7 @@ def test_a_recorded_loop_keeps_what_is_whole(tmp_path):
         for rows in VALUES.split(4):
             MODEL(rows)
     assert len(line.store) == 24
-    flip(as_place(tmp_path / "s"), name_of(0))
+    flip(as_place(tmp_path / "s"), shard_file_name(0))
     before = sorted(os.listdir(tmp_path / "s"))
     with pytest.raises(hl.FolderError, match="in a loop that cannot be run again, and is damaged"):
         repair(tmp_path / "s")
@@ -239,19 +248,21 @@ def test_a_loop_whose_process_was_killed_keeps_its_shards(tmp_path, monkeypatch)
 
 def test_an_unfinished_store_is_not_damaged_for_that(tmp_path):
     place = write_store(tmp_path / "s", {"a": VALUES}, is_finished=False)
-    place.remove(name_of(1))
+    place.remove(shard_file_name(1))
     assert verify(place) == []
-    flip(place, name_of(2))
-    assert [one.name for one in verify(place)] == [name_of(2)]
+    flip(place, shard_file_name(2))
+    assert [one.name for one in verify(place)] == [shard_file_name(2)]
     assert len(repair(place).removed) == 1
-    assert [name for name in place.names() if name != MANIFEST] == [name_of(0)]
+    assert [name for name in place.names() if name != MANIFEST] == [shard_file_name(0)]
 
 
 def test_a_shard_that_the_manifest_does_not_list_is_damage(place):
-    place.write(name_of(7), [place.read(name_of(1))])
-    assert verify(place) == [Damage(name_of(7), "it is damaged: the manifest does not list it")]
+    place.write(shard_file_name(7), [place.read(shard_file_name(1))])
+    assert verify(place) == [
+        Damage(shard_file_name(7), "it is damaged: the manifest does not list it")
+    ]
     repair(place)
-    assert name_of(7) not in place.names()
+    assert shard_file_name(7) not in place.names()
 
 
 def test_damaged_names_are_listed(place):

@@ -239,7 +239,7 @@ def _form_change_text(name: str, before: ColumnForm | None, form: ColumnForm) ->
 
 
 @final
-class Offload:
+class CpuOffload:
     """Copies values to the CPU: from a GPU into pinned memory, on a stream of its own.
 
     Args:

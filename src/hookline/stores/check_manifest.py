@@ -25,12 +25,13 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     """
     _check_origin(_get_typed(manifest, "environment", dict))
     is_finished = manifest.get("shards") is not None
-    columns = _check_job(_get_typed(manifest, "job", dict), is_finished=is_finished)
+    job = _get_typed(manifest, "job", dict)
+    _check_job(job, is_finished=is_finished)
     if not is_finished:
         return
     shards = _get_typed(manifest, "shards", dict)
     _check_shards(shards)
-    _check_file_sizes(shards, columns)
+    _check_file_sizes(shards, job["columns"])
     _get_typed(manifest, "statistics", dict)
     _get_typed(manifest, "skipped", list)
 
@@ -45,25 +46,25 @@ def _check_origin(environment: Mapping[str, Any]) -> None:
         _check_texts(list(texts.values()), f"environment.origin.{name}")
 
 
-def _check_job(job: Mapping[str, Any], *, is_finished: bool) -> list[dict[str, Any]]:
-    """Check the fields of a job, and return its columns."""
+def _check_job(job: Mapping[str, Any], *, is_finished: bool) -> None:
+    """Check the fields of a job."""
     for name in ("model", "options", "data"):
         _get_typed(job, name, dict, "job.")
     _check_texts(_get_typed(job, "sites", list, "job."), "job.sites")
-    if _get(job, "n_items", "job.") is not None:
+    if _get_required(job, "n_items", "job.") is not None:
         _check_number(job["n_items"], "job.n_items")
     # 0 stands for batches that come ready, of any size, and for what a repair does not know.
     needs_size = not is_finished and job["n_items"] is not None
     needs_batches = not is_finished or job["data"].get("kind") not in _NEVER_RESUMED
-    _check_number(_get(job, "batch_size", "job."), "job.batch_size", least=int(needs_size))
-    _check_number(_get(job, "shard_batches", "job."), "job.shard_batches", least=int(needs_batches))
-    columns: list[dict[str, Any]] = _get_typed(job, "columns", list, "job.")
-    for number, column in enumerate(columns):
+    _check_number(_get_required(job, "batch_size", "job."), "job.batch_size", least=int(needs_size))
+    _check_number(
+        _get_required(job, "shard_batches", "job."), "job.shard_batches", least=int(needs_batches)
+    )
+    for number, column in enumerate(_get_typed(job, "columns", list, "job.")):
         where = f"job.columns[{number}]"
         if not isinstance(column, dict):
             raise _wrong_field(where, "an object", column)
         _check_column(column, f"{where}.")
-    return columns
 
 
 def _check_column(column: Mapping[str, Any], where: str) -> None:
@@ -113,7 +114,7 @@ def _check_file_sizes(shards: Mapping[str, Any], columns: list[dict[str, Any]]) 
         )
 
 
-def _get(parent: Mapping[str, Any], name: str, where: str = "") -> Any:
+def _get_required(parent: Mapping[str, Any], name: str, where: str = "") -> Any:
     if name not in parent:
         raise ValueError(f"{where}{name} must be there")
     return parent[name]
@@ -121,7 +122,7 @@ def _get(parent: Mapping[str, Any], name: str, where: str = "") -> Any:
 
 def _get_typed(parent: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
     """Return a field, which must be an object, a list or a text."""
-    value = _get(parent, name, where)
+    value = _get_required(parent, name, where)
     if not isinstance(value, kind):
         raise _wrong_field(f"{where}{name}", _WORDS[kind], value)
     return value

@@ -17,7 +17,7 @@ from hookline.engine import hide_from_dir
 from hookline.errors import StructureError
 from hookline.files.safetensors_file import DTYPES
 from hookline.stores.mapped_shards import MISSING, Gatherer, MappedRows, Shards, find_shard
-from hookline.stores.shard_file import LENGTH, ColumnForm, as_tensor, numpy_dtype
+from hookline.stores.shard_file import LENGTH, ColumnForm, array_to_tensor, numpy_dtype
 
 _MOST_AT_ONCE = 8192  # rows: they may lie in as many files
 
@@ -62,7 +62,7 @@ class Column:
         self._shards, self._form = shards, form
         bounds = self._shards.bounds_of(per_token=self._form.per_token)
         self._starts, self._stops, self._stop_array = bounds
-        self._mapped = self._shards.mapped_of(self._form.name)
+        self._mapped = self._shards.mapped_by_shard(self._form.name)
         self.dtype: torch.dtype = DTYPES[self._form.dtype]
         self._numpy_dtype = numpy_dtype(self.dtype)
         self._is_plain = from_numpy(np.empty(0, self._numpy_dtype)).dtype is self.dtype
@@ -222,7 +222,9 @@ class Column:
             StructureError: the rows of this column are items, not tokens; write `column[items]`.
             FolderError: a shard is gone or damaged.
         """
-        return [self.to_tensor(self._rows_of_item(item)) for item in self._item_positions(items)]
+        return [
+            self.to_tensor(self._rows_of_item(item)) for item in self._items_to_positions(items)
+        ]
 
     def padded(self, items: Any) -> tuple[Tensor, Tensor]:
         """Return the rows of several items in one tensor, with zeros behind the shorter ones.
@@ -247,7 +249,7 @@ class Column:
             StructureError: the rows of this column are items, not tokens; write `column[items]`.
             FolderError: a shard is gone or damaged.
         """
-        rows = [self._rows_of_item(item, copied=False) for item in self._item_positions(items)]
+        rows = [self._rows_of_item(item, copied=False) for item in self._items_to_positions(items)]
         lengths = np.array([len(tokens) for tokens in rows], np.int64)
         longest = int(lengths.max(initial=0))
         padded = np.zeros((len(rows), longest, *self._form.shape), self._numpy_dtype)
@@ -267,10 +269,10 @@ class Column:
             raise IndexError(f"an item must be below {n_items:,}, the number of items, got {item}.")
         shard, number = find_shard(self._shards.item_bounds.stops, at)
         stops = self._shards.item_stops(shard)
-        rows = self.map_shard(shard)[stops[number - 1] if number else 0 : stops[number]]
+        rows = self.shard_array(shard)[stops[number - 1] if number else 0 : stops[number]]
         return rows.copy() if copied else rows
 
-    def _item_positions(self, items: Any) -> list[int]:
+    def _items_to_positions(self, items: Any) -> list[int]:
         n_items = self._shards.item_bounds.length
         numbers: list[int] = index_to_positions(items, n_items, "items").reshape(-1).tolist()
         return numbers
@@ -288,89 +290,89 @@ class Column:
         """Read rows, and what further indices pick of them, as an array of its own memory."""
         rows, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
         if rows is Ellipsis or rows is None or (isinstance(index, tuple) and not index):
-            return self._copy(self._slice(slice(None), ())[index])
+            return self._copy(self._read_slice(slice(None), ())[index])
         is_basic = all(
             part is None or part is Ellipsis or isinstance(part, slice) or type(part) is int
             for part in rest
         )
         if isinstance(rows, slice):
             if is_basic:
-                return self._slice(rows, tuple(rest))
-            return self._copy(self._slice(rows, ())[(slice(None), *_tensors_to_arrays(rest))])
+                return self._read_slice(rows, tuple(rest))
+            return self._copy(self._read_slice(rows, ())[(slice(None), *_tensors_to_arrays(rest))])
         rows = index_to_positions(rows, self._length, "rows")
         if is_basic:
-            values = self._gather(rows.reshape(-1), tuple(rest))
+            values = self._gather_rows(rows.reshape(-1), tuple(rest))
             return values.reshape((*rows.shape, *values.shape[1:]))
-        values = self._gather(rows.reshape(-1), ())
+        values = self._gather_rows(rows.reshape(-1), ())
         places = np.arange(rows.size).reshape(rows.shape) if rows.ndim else 0
         return self._copy(values[(places, *_tensors_to_arrays(rest))])
 
-    def _slice(self, rows: slice, rest: tuple[Any, ...]) -> NDArray[Any]:
+    def _read_slice(self, rows: slice, rest: tuple[Any, ...]) -> NDArray[Any]:
         """Copy the rows of a slice, shard by shard."""
         span = range(*rows.indices(self._length))
-        values = self._empty(len(span), rest)
+        values = self._allocate_rows(len(span), rest)
         target = values
         if span.step < 0:
             span, target = span[::-1], values[::-1]
         n_copied = 0
         while n_copied < len(span):
             shard, first = find_shard(self._stops, span[n_copied])
-            part = self.map_shard(shard)[first :: span.step][: len(span) - n_copied]
+            part = self.shard_array(shard)[first :: span.step][: len(span) - n_copied]
             target[n_copied : n_copied + len(part)] = part[(slice(None), *rest)] if rest else part
             n_copied += len(part)
         return values
 
-    def _gather(self, rows: NDArray[np.int64], rest: tuple[Any, ...]) -> NDArray[Any]:
+    def _gather_rows(self, rows: NDArray[np.int64], rest: tuple[Any, ...]) -> NDArray[Any]:
         """Copy rows in the order in which they are asked for."""
         n_rows = len(rows)
         if not n_rows or (rows[-1] - rows[0] == n_rows - 1 and np.all(np.diff(rows) == 1)):
             first = int(rows[0]) if n_rows else 0
-            return self._slice(slice(first, first + n_rows), rest)
+            return self._read_slice(slice(first, first + n_rows), rest)
         if n_rows > _MOST_AT_ONCE:
-            values = self._empty(n_rows, rest)
+            values = self._allocate_rows(n_rows, rest)
             for start in range(0, n_rows, _MOST_AT_ONCE):
                 part = slice(start, start + _MOST_AT_ONCE)
-                values[part] = self._gather(rows[part], rest)
+                values[part] = self._gather_rows(rows[part], rest)
             return values
         shards = self._stop_array.searchsorted(rows, "right")
         if self._gatherer is None or rest:
-            return self._gather_by_shard(rows, shards, rest)
+            return self._gather_rows_by_shard(rows, shards, rest)
         # Held until the rows are copied: another thread may drop what is mapped.
-        origins = self._shards.addresses_of(self._form.name)
+        origins = self._shards.row_addresses(self._form.name)
         addresses = origins.of_shard[shards]
         if addresses.min() == MISSING:
             for shard in set(shards.tolist()):
                 array, address = self.mapped_rows(shard)
-                origins.add(shard, array, address - self._starts[shard] * self._row_bytes)
+                origins.add_shard(shard, array, address - self._starts[shard] * self._row_bytes)
             addresses = origins.of_shard[shards]
         addresses += rows * self._row_bytes
         return self._gatherer(addresses)
 
-    def _gather_by_shard(
+    def _gather_rows_by_shard(
         self, rows: NDArray[np.int64], shards: NDArray[np.int64], rest: tuple[Any, ...]
     ) -> NDArray[Any]:
-        values = self._empty(len(rows), rest)
+        values = self._allocate_rows(len(rows), rest)
         for shard in np.unique(shards).tolist():
             places = np.flatnonzero(shards == shard)
-            array = self.map_shard(shard)[(slice(None), *rest)]
+            array = self.shard_array(shard)[(slice(None), *rest)]
             values[places] = array[rows[places] - self._starts[shard]]
         return values
 
-    def _empty(self, n_rows: int, rest: tuple[Any, ...]) -> NDArray[Any]:
+    def _allocate_rows(self, n_rows: int, rest: tuple[Any, ...]) -> NDArray[Any]:
         """Make room for rows. If that fails, check first that the shards have so many rows."""
         try:
-            return np.empty((n_rows, *self._shape_of(rest)), self._numpy_dtype)
+            return np.empty((n_rows, *self._shape_after_index(rest)), self._numpy_dtype)
         except (MemoryError, ValueError):
-            self._shards.check_form(self._form)
+            self._shards.check_rows_of_column(self._form)
             raise
 
-    def _shape_of(self, rest: tuple[Any, ...]) -> tuple[int, ...]:
+    def _shape_after_index(self, rest: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the shape of what further indices pick of a row."""
         if not rest:
             return self._form.shape
         return np.empty((0, *self._form.shape), np.bool_)[(slice(None), *rest)].shape[1:]
 
-    def map_shard(self, shard: int) -> NDArray[Any]:
+    def shard_array(self, shard: int) -> NDArray[Any]:
         """Return the rows of a shard where they are mapped. Do not write to them."""
         return self.mapped_rows(shard).array
 
@@ -386,7 +388,7 @@ class Column:
         """Return an array of rows as a tensor that shares its memory."""
         if not array.ndim:
             return self.to_tensor(array.reshape(1))[0]
-        return from_numpy(array) if self._is_plain else as_tensor(array, self.dtype)
+        return from_numpy(array) if self._is_plain else array_to_tensor(array, self.dtype)
 
     def __repr__(self) -> str:
         kind = "token" if self._form.per_token else "item"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hookline.engine import Report
 from hookline.recordings import Recording
 from hookline.recordings.pass_record import make_pass
-from hookline.stores.store import Store, site_of
+from hookline.stores.store import Store, parse_column_name
 
 
 def excerpt(store: Store, items: Sequence[int]) -> Recording:
@@ -27,7 +27,7 @@ def excerpt(store: Store, items: Sequence[int]) -> Recording:
         IndexError: there is no such item.
         FolderError: a shard is gone or damaged.
     """
-    sites = tuple(map(site_of, store.sites))
+    sites = tuple(map(parse_column_name, store.sites))
     chosen = list(items)
     log = [
         (number, column.padded(chosen)[0] if column.is_ragged else column[chosen], None)

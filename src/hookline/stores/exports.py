@@ -81,7 +81,7 @@ def _exported_dtype(column: Column) -> torch.dtype:
     return torch.float32 if column.dtype in _WIDENED else column.dtype
 
 
-def _read_numbers(column: Column, rows: slice) -> NDArray[Any]:
+def _read_as_numpy(column: Column, rows: slice) -> NDArray[Any]:
     """Read rows as NumPy numbers; dtypes that it lacks are widened, which is exact."""
     if column.dtype in _WIDENED:
         return column[rows].float().numpy()
@@ -109,7 +109,7 @@ def _write_npy(source: ExportedColumns, path: Path) -> None:
     """Write an .npy file for each column, which `np.load(..., mmap_mode="r")` maps."""
     path.mkdir()
     names = {}
-    for column in _with_lengths(source.columns):
+    for column in _add_lengths_column(source.columns):
         names[column.name] = f"{quote(column.name, safe='@()[] ')}.npy"
         header = {
             "descr": np.lib.format.dtype_to_descr(numpy_dtype(_exported_dtype(column))),
@@ -119,7 +119,7 @@ def _write_npy(source: ExportedColumns, path: Path) -> None:
         with (path / names[column.name]).open("xb") as file:
             np.lib.format.write_array_header_1_0(file, header)
             for rows in _slices(len(column), _n_rows_within(_row_bytes(column), _PART_BYTES)):
-                file.write(np.ascontiguousarray(_read_numbers(column, rows)).data)
+                file.write(np.ascontiguousarray(_read_as_numpy(column, rows)).data)
     (path / "columns.json").write_text(json.dumps(names, indent=1))
 
 
@@ -128,7 +128,7 @@ def _write_zarr(source: ExportedColumns, path: Path) -> None:
     import zarr
 
     group = zarr.open_group(str(path), mode="w-")
-    for column in _with_lengths(source.columns):
+    for column in _add_lengths_column(source.columns):
         n_rows = min(max(len(column), 1), _n_rows_within(_row_bytes(column), _CHUNK_BYTES))
         array = group.create_array(
             _array_name(column.name),
@@ -137,7 +137,7 @@ def _write_zarr(source: ExportedColumns, path: Path) -> None:
             chunks=(n_rows, *(max(size, 1) for size in column.shape[1:])),
         )
         for rows in _slices(len(column), n_rows):
-            array[rows] = _read_numbers(column, rows)
+            array[rows] = _read_as_numpy(column, rows)
 
 
 def _array_name(column: str) -> str:
@@ -146,7 +146,7 @@ def _array_name(column: str) -> str:
     return name if name.strip(".") else "%2E" * len(name)
 
 
-def _with_lengths(columns: Sequence[Column]) -> list[Column]:
+def _add_lengths_column(columns: Sequence[Column]) -> list[Column]:
     """Return the columns, and the lengths of items that cut a column of tokens into items."""
     ragged = [column for column in columns if column.is_ragged]
     named = {column.name for column in columns}
@@ -238,10 +238,10 @@ def _record_batches(source: ExportedColumns, schema: Any) -> Iterator[Any]:
     import pyarrow as pa
 
     columns = source.columns
-    for items, rows in _item_ranges(columns, source.n_items):
+    for items, rows in _item_and_row_ranges(columns, source.n_items):
         arrays = [
             _to_arrow(
-                _read_numbers(column, rows if column.is_ragged else items),
+                _read_as_numpy(column, rows if column.is_ragged else items),
                 field.type,
                 column.lengths.numpy(items) if column.is_ragged else None,
             )
@@ -268,7 +268,7 @@ def _to_arrow(numbers: NDArray[Any], kind: Any, lengths: NDArray[np.int64] | Non
     return pa.array(numbers.reshape(-1), kind)
 
 
-def _item_ranges(columns: Sequence[Column], n_items: int) -> Iterator[tuple[slice, slice]]:
+def _item_and_row_ranges(columns: Sequence[Column], n_items: int) -> Iterator[tuple[slice, slice]]:
     """Yield ranges of items of about equal bytes, each with the range of its tokens."""
     per_item = sum(_row_bytes(column) for column in columns if not column.is_ragged)
     per_token = sum(_row_bytes(column) for column in columns if column.is_ragged)

@@ -43,12 +43,16 @@ def judge_store(
     ]
     rows = []
     if broken:
-        rows.append(_non_finite(broken, measured[broken[0]], dtypes[broken[0]]))
+        rows.append(_non_finite_finding(broken, measured[broken[0]], dtypes[broken[0]]))
     if zero:
-        rows.append(_finding(zero, "dead", "is zero in every item", "warning", "100 % zero"))
+        rows.append(
+            _finding_at_sites(zero, "dead", "is zero in every item", "warning", "100 % zero")
+        )
     if constant:
         number = measure(measured[constant[0]].min)
-        rows.append(_finding(constant, "constant", "has one number in every item", "note", number))
+        rows.append(
+            _finding_at_sites(constant, "constant", "has one number in every item", "note", number)
+        )
     if skipped:
         rows.append(_skipped_items_finding(skipped, n_items))
     facts = f"{plural(len(statistics), 'site')}, {plural(n_items, 'item')}"
@@ -57,15 +61,15 @@ def judge_store(
     return Findings(sort_by_level(rows), facts, notes)
 
 
-def _non_finite(sites: Sequence[str], first: Moments, dtype: torch.dtype) -> Finding:
+def _non_finite_finding(sites: Sequence[str], first: Moments, dtype: torch.dtype) -> Finding:
     text = f"has {first.non_finite:,} NaN or infinite of {plural(first.count, 'element')}"
     number = f"{share(first.non_finite / first.count)} NaN, inf"
     cast = ".float()" * (dtype.itemsize == 1)  # torch has no isfinite of most dtypes of 8 bits
     advice = f"Find the items: store[{sites[0]!r}][:]{cast}.isfinite() tells them."
-    return _finding(sites, "non-finite", text, "error", number, advice)
+    return _finding_at_sites(sites, "non-finite", text, "error", number, advice)
 
 
-def _finding(
+def _finding_at_sites(
     sites: Sequence[str], kind: str, text: str, level: Level, number: str, advice: str = ""
 ) -> Finding:
     """Tell of the first of the sites what holds at all of them."""

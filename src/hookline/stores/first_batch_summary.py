@@ -48,24 +48,24 @@ class ComputePrecision(NamedTuple):
         return ComputePrecision(device, rounding, is_split)
 
 
-class Difference(NamedTuple):
+class SummaryDifferences(NamedTuple):
     """Describe the difference of the values of two first batches."""
 
     far: list[str]  # a text for each column whose values differ by more than rounding
     near: list[str]  # a text for each column whose values differ by rounding alone
 
 
-def summary_of(columns: Mapping[str, Tensor], precision: ComputePrecision) -> dict[str, Any]:
+def summarize_columns(columns: Mapping[str, Tensor], precision: ComputePrecision) -> dict[str, Any]:
     """Return the columns of a batch, which are on the CPU, in a few numbers, for JSON."""
     facts: dict[str, Any] = {"device": precision.device, "rounding": precision.rounding}
     if precision.is_split:
         facts["split"] = True
-    return {**facts, "columns": {name: _column_summary(rows) for name, rows in columns.items()}}
+    return {**facts, "columns": {name: _summarize_column(rows) for name, rows in columns.items()}}
 
 
 def compare_summaries(
     was: Mapping[str, Any], now: Mapping[str, Any], *, is_same_setup: bool
-) -> Difference:
+) -> SummaryDifferences:
     """Compare the summary of a first batch that a store was begun with, and that of this call.
 
     `is_same_setup` tells that versions, hardware and settings are the same. Equal values then have
@@ -74,7 +74,7 @@ def compare_summaries(
     is_exact = is_same_setup and was["device"] == now["device"]
     is_exact = is_exact and "split" not in was and "split" not in now
     rounding = max(was["rounding"], now["rounding"])
-    differences = Difference([], [])
+    differences = SummaryDifferences([], [])
     for name, column in now["columns"].items():
         before = was["columns"].get(name)
         if before is None or before["digest"] == column["digest"]:
@@ -101,7 +101,7 @@ def _machine_epsilon(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps) if is_real else 0.0
 
 
-def _column_summary(tensor: Tensor) -> dict[str, Any]:
+def _summarize_column(tensor: Tensor) -> dict[str, Any]:
     digest = xxh3_128(f"{list(tensor.shape)}".encode())
     digest.update(to_byte_array(tensor).data)
     rows = _pad_to_rows(tensor)

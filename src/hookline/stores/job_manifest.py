@@ -71,9 +71,11 @@ class Job:
         Processes on other machines have the same checksum: it leaves out the fields that rounding
         or code may change.
         """
-        return xxh3_128_hexdigest(json.dumps(identity_of(self.as_json()), sort_keys=True).encode())
+        return xxh3_128_hexdigest(
+            json.dumps(identity_fields(self.as_json()), sort_keys=True).encode()
+        )
 
-    def batches_of(self, shard: int) -> range:
+    def batch_range(self, shard: int) -> range:
         """Return the numbers of a shard's batches."""
         start = shard * self.shard_batches
         stop = start + self.shard_batches
@@ -98,7 +100,7 @@ class Job:
 
     def differences(self, other: Job) -> list[str]:
         """Name what differs between this job and the one that a store was begun with."""
-        job, stored = identity_of(self.as_json()), identity_of(other.as_json())
+        job, stored = identity_fields(self.as_json()), identity_fields(other.as_json())
         texts = []
         for key in ("model", "sites", "options", "data", "batch_size", "n_items"):
             if isinstance(job[key], Mapping):
@@ -143,7 +145,7 @@ class Job:
         return texts
 
 
-def identity_of(job: Mapping[str, Any]) -> dict[str, Any]:
+def identity_fields(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a manifest's job that equal jobs have alike.
 
     The values of the first batch may differ by rounding. Code may change and do the same.
@@ -162,7 +164,7 @@ def _difference_text(name: str, was: Any, now: Any) -> str:
     return f"{name}: {was!r} in the store, now {now!r}"
 
 
-def environment() -> dict[str, Any]:
+def compared_environment() -> dict[str, Any]:
     """Return what decides the bits of a result besides the job.
 
     These are the versions, the processor, the threads, and what this process has set in torch.
@@ -181,13 +183,16 @@ def environment() -> dict[str, Any]:
     }
 
 
-def origin_here() -> dict[str, Any]:
-    """Return the environment, and what a manifest tells of its origin besides.
+def environment_with_origin() -> dict[str, Any]:
+    """Return the compared environment, and what a manifest tells of its origin besides.
 
     The origin is not compared when a store is resumed: a seed may differ, and each package that
     was imported is named.
     """
-    return {**environment(), "origin": {"versions": versions_here(), "flags": flags_here()}}
+    return {
+        **compared_environment(),
+        "origin": {"versions": versions_here(), "flags": flags_here()},
+    }
 
 
 @cache
@@ -212,8 +217,8 @@ def write_manifest(
 ) -> None:
     """Write a store's manifest, durably; an older one is replaced.
 
-    `job` is `Job.as_json`, and `origin` is `origin_here`. `shards` has all shards, in order; None
-    for a store that is not finished.
+    `job` is `Job.as_json`, and `origin` is `environment_with_origin`. `shards` has all shards, in
+    order; None for a store that is not finished.
 
     Raises:
         FolderError: it cannot be written.

@@ -27,10 +27,10 @@ from hookline.stores.shard_file import (
     ColumnForm,
     Shard,
     Span,
-    as_array,
+    bytes_to_array,
     decode_header,
-    name_of,
     numpy_dtype,
+    shard_file_name,
     verify_checksum,
 )
 from hookline.util.fork_safe_lock import fork_safe_lock
@@ -97,7 +97,7 @@ class Shards:
         self.n_rows: list[int] = written["rows"]
         if not len(sizes) == len(seals) == len(self.n_items) == len(self.n_rows):
             raise ValueError("it must list each shard in each of its lists")
-        self._make_caches()
+        self._init_bounds_and_caches()
 
     @staticmethod
     def joined(parts: Iterable[Shards]) -> Shards:
@@ -106,10 +106,10 @@ class Shards:
         joined = Shards.__new__(Shards)
         for name in _LISTS:
             setattr(joined, name, [entry for part in stores for entry in getattr(part, name)])
-        joined._make_caches()
+        joined._init_bounds_and_caches()
         return joined
 
-    def _make_caches(self) -> None:
+    def _init_bounds_and_caches(self) -> None:
         self.item_bounds: Bounds = Bounds.of(self.n_items)
         are_items = self.n_rows == self.n_items
         self.row_bounds: Bounds = self.item_bounds if are_items else Bounds.of(self.n_rows)
@@ -139,17 +139,17 @@ class Shards:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._make_caches()
+        self._init_bounds_and_caches()
 
-    def full_name(self, shard: int) -> str:
+    def full_file_name(self, shard: int) -> str:
         """Return the name of a shard's file, with its place."""
-        return f"{self.places[shard]}/{name_of(self.numbers[shard])}"
+        return f"{self.places[shard]}/{shard_file_name(self.numbers[shard])}"
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the file, the items, the rows and the bytes of each shard, as plain values."""
         return [
             {
-                "file": self.full_name(shard),
+                "file": self.full_file_name(shard),
                 "items": int(self.n_items[shard]),
                 "rows": int(self.n_rows[shard]),
                 "bytes": int(self.sizes[shard]),
@@ -157,11 +157,11 @@ class Shards:
             for shard in range(len(self))
         ]
 
-    def mapped_of(self, column: str) -> dict[int, MappedRows]:
+    def mapped_by_shard(self, column: str) -> dict[int, MappedRows]:
         """Return the rows of a column that are mapped now, by shard. Others change this dict."""
         return self._mapped.setdefault(column, {})
 
-    def addresses_of(self, column: str) -> RowAddresses:
+    def row_addresses(self, column: str) -> RowAddresses:
         """Return where the rows of a column are mapped now."""
         origins = self._origins.get(column)
         if origins is None:
@@ -174,7 +174,7 @@ class Shards:
         Raises:
             FolderError: the shard is gone or damaged.
         """
-        mapped = self.mapped_of(form.name).get(shard)
+        mapped = self.mapped_by_shard(form.name).get(shard)
         if mapped is not None:
             return mapped
         with self._lock, self._forget_if_damaged(shard):
@@ -188,7 +188,7 @@ class Shards:
             self._stops[shard] = stops
         return stops
 
-    def items_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def items_of_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the item that each row belongs to, for rows that are tokens."""
         shards = self.row_bounds.stop_array.searchsorted(rows, "right")
         items = np.empty_like(rows)
@@ -204,7 +204,7 @@ class Shards:
         with self._lock, self._forget_if_damaged(shard):
             return self._open(shard).shard
 
-    def check_form(self, form: ColumnForm) -> None:
+    def check_rows_of_column(self, form: ColumnForm) -> None:
         """Check that each shard has the rows of a column that the manifest lists."""
         for shard in range(len(self)):
             with self._lock, self._forget_if_damaged(shard):
@@ -218,20 +218,22 @@ class Shards:
         """Unmap all files. Arrays that are still referenced stay valid."""
         with self._lock:
             for shard in list(self._open_shards):
-                self._drop(shard)
+                self._forget(shard)
 
     @contextmanager
     def _forget_if_damaged(self, shard: int) -> Iterator[None]:
         """Forget a shard that turns out to be damaged, so that a mended shard is read again."""
         try:
-            with convert_read_errors(self.full_name(shard)):
+            with convert_read_errors(self.full_file_name(shard)):
                 yield
         except FolderError:
             raise
         except FileNotFoundError as error:
-            raise self._drop_damaged(shard, "is gone") from error
+            self._forget(shard)
+            raise self._damaged_error(shard, "is gone") from error
         except DAMAGE as error:
-            raise self._drop_damaged(shard, f"is damaged: {first_line(error)}") from error
+            self._forget(shard)
+            raise self._damaged_error(shard, f"is damaged: {first_line(error)}") from error
 
     def _read_rows(self, shard: int, form: ColumnForm) -> MappedRows:
         opened = self._open(shard)
@@ -239,7 +241,7 @@ class Shards:
         span = opened.shard.spans.get(form.name)
         if span is None and not n_rows:  # all of its items were skipped
             empty = np.empty((0, *form.shape), numpy_dtype(DTYPES[form.dtype]))
-            return self.mapped_of(form.name).setdefault(shard, MappedRows(empty, 0))
+            return self.mapped_by_shard(form.name).setdefault(shard, MappedRows(empty, 0))
         span = _checked_span(span, form, n_rows)
         if opened.data is None:
             data = self._download(shard, form.name, span)
@@ -253,9 +255,9 @@ class Shards:
                 self._alive.pop((shard, form.name), None)  # an error's frames may keep it alive
                 raise ValueError(f"{form.name!r}: {error}") from None
             verified.add(form.name)
-        array = as_array(span, data)
+        array = bytes_to_array(span, data)
         mapped = MappedRows(array, array.__array_interface__["data"][0])
-        self.mapped_of(form.name)[shard] = mapped
+        self.mapped_by_shard(form.name)[shard] = mapped
         return mapped
 
     def _open(self, shard: int) -> _OpenShard:
@@ -267,7 +269,7 @@ class Shards:
         data, state = None, None
         if isinstance(place, LocalPlace):
             while len(self._open_shards) >= MOST_MAPPED:
-                self._drop(next(iter(self._open_shards)))
+                self._forget(next(iter(self._open_shards)))
             state = place.state(file)
             data = self._map_file(place, file)
             size, first = len(data), data[:8].tobytes()
@@ -310,9 +312,9 @@ class Shards:
         """Forget what was downloaded first, for columns that are not on this machine."""
         self._downloaded[shard] = self._downloaded.get(shard, 0) + n_bytes
         while sum(self._downloaded.values()) > MOST_DOWNLOADED and len(self._downloaded) > 1:
-            self._drop(next(number for number in self._downloaded if number != shard))
+            self._forget(next(number for number in self._downloaded if number != shard))
 
-    def _drop(self, shard: int) -> None:
+    def _forget(self, shard: int) -> None:
         self._open_shards.pop(shard, None)
         self._downloaded.pop(shard, None)
         self._stops.pop(shard, None)
@@ -321,13 +323,12 @@ class Shards:
             column.pop(shard, None)
 
     def _file_name(self, shard: int) -> str:
-        return name_of(self.numbers[shard])
+        return shard_file_name(self.numbers[shard])
 
-    def _drop_damaged(self, shard: int, fault: str) -> FolderError:
-        self._drop(shard)
+    def _damaged_error(self, shard: int, fault: str) -> FolderError:
         return FolderError(
-            f"{self.full_name(shard)} {fault}.\nRemove what is damaged with `hookline store repair"
-            f" {self.places[shard]}`, then start the same hl.extract again."
+            f"{self.full_file_name(shard)} {fault}.\nRemove what is damaged with `hookline store"
+            f" repair {self.places[shard]}`, then start the same hl.extract again."
         )
 
 
@@ -389,7 +390,7 @@ class RowAddresses:
         self.of_shard: NDArray[Any] = np.full(n_shards, MISSING)
         self._arrays: list[NDArray[Any]] = []
 
-    def add(self, shard: int, array: NDArray[Any], base_address: int) -> None:
+    def add_shard(self, shard: int, array: NDArray[Any], base_address: int) -> None:
         """Add a shard: its rows, and the address at which row 0 of the store would begin."""
         self._arrays.append(array)
         self.of_shard[shard] = base_address

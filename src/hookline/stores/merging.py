@@ -13,8 +13,20 @@ from hookline.files.folder_or_url import LocalPlace, Place, as_place, locked
 from hookline.files.safetensors_file import header_end
 from hookline.files.unreadable_or_damaged import DamagedError
 from hookline.stores.first_batch_summary import compare_summaries
-from hookline.stores.job_manifest import LOOP, UNKNOWN, identity_of, read_manifest, write_manifest
-from hookline.stores.shard_file import Shard, name_of, number_of, read_shard, renumber
+from hookline.stores.job_manifest import (
+    LOOP,
+    UNKNOWN,
+    identity_fields,
+    read_manifest,
+    write_manifest,
+)
+from hookline.stores.shard_file import (
+    Shard,
+    read_shard,
+    renumber_shard,
+    shard_file_name,
+    shard_number,
+)
 from hookline.stores.store import NAMES, Store, open_store
 
 # What stores of other data may differ in.
@@ -68,7 +80,7 @@ def merge(
     if not sources:
         raise StructureError("merge must have one or more stores, got none.\nGive their folders.")
     target.again = "Merge again, into a new folder."
-    manifests = [_manifest_of(place) for place in sources]
+    manifests = [_read_required_manifest(place) for place in sources]
     _check_alike(sources, manifests)
     with locked(target):
         if target.names():
@@ -76,9 +88,9 @@ def merge(
         job, made_on = manifests[0]["job"], manifests[0]["environment"]
         if _are_of_one_job(manifests):
             _check_first_batches(sources, [manifest["job"] for manifest in manifests])
-            shards = _gather_shards(sources, manifests, target)
+            shards = _copy_shards_of_one_job(sources, manifests, target)
         else:
-            shards = _copy_renumbered(sources, manifests, target)
+            shards = _copy_shards_renumbered(sources, manifests, target)
             parts = [manifest["job"] for manifest in manifests]
             n_items = sum(shard.items for shard in shards)
             data = {"kind": "merged", "parts": [part["data"] for part in parts]}
@@ -99,7 +111,7 @@ def _flatten_places(given: str | os.PathLike[str] | Place | Store) -> list[Place
     )
 
 
-def _manifest_of(place: Place) -> dict[str, Any]:
+def _read_required_manifest(place: Place) -> dict[str, Any]:
     manifest = read_manifest(place)
     if manifest is None:
         raise FolderError(f"{place} is not a store.\nGive a folder that hl.extract wrote.")
@@ -122,7 +134,9 @@ def _check_alike(places: Sequence[Place], manifests: Sequence[Mapping[str, Any]]
 
 def _comparable_parts(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a job, and its options one by one, that merged stores have alike."""
-    parts = {key: part for key, part in identity_of(manifest["job"]).items() if key not in _OF_DATA}
+    parts = {
+        key: part for key, part in identity_fields(manifest["job"]).items() if key not in _OF_DATA
+    }
     options = parts.pop("options")
     return parts | {f"{name}=": value for name, value in options.items() if name != "shard_bytes"}
 
@@ -132,7 +146,9 @@ def _are_of_one_job(manifests: Sequence[Mapping[str, Any]]) -> bool:
     job = manifests[0]["job"]
     if len(manifests) > 1 and not _identifies_data(job["data"]):
         return False
-    return all(identity_of(manifest["job"]) == identity_of(job) for manifest in manifests[1:])
+    return all(
+        identity_fields(manifest["job"]) == identity_fields(job) for manifest in manifests[1:]
+    )
 
 
 def _identifies_data(data: Mapping[str, Any]) -> bool:
@@ -160,14 +176,14 @@ def _check_first_batches(places: Sequence[Place], jobs: Sequence[Mapping[str, An
             )
 
 
-def _gather_shards(
+def _copy_shards_of_one_job(
     places: Sequence[Place], manifests: Sequence[Mapping[str, Any]], target: Place
 ) -> list[Shard]:
     """Gather the shards of one job, each from the first store that has it."""
     by_number: dict[int, tuple[Place, Shard]] = {}
     for place in places:
         for name in place.names():
-            number = number_of(name)
+            number = shard_number(name)
             if number is None:
                 continue
             shard = _read_verified_shard(place, name)
@@ -182,7 +198,7 @@ def _gather_shards(
     shards = [shard for _, shard in by_number.values()]
     _check_complete(manifests, shards)
     for number, (place, _) in by_number.items():
-        _link_or_copy(place, target, name_of(number))
+        _link_or_copy(place, target, shard_file_name(number))
     for place in places:
         if NAMES in place.names():
             _link_or_copy(place, target, NAMES)
@@ -212,7 +228,7 @@ def _check_complete(manifests: Sequence[Mapping[str, Any]], shards: Sequence[Sha
         )
 
 
-def _copy_renumbered(
+def _copy_shards_renumbered(
     places: Sequence[Place], manifests: Sequence[Mapping[str, Any]], target: Place
 ) -> list[Shard]:
     """Copy the shards of finished stores, with new numbers."""
@@ -226,13 +242,13 @@ def _copy_renumbered(
     for place, manifest in zip(places, manifests, strict=True):
         before = shards[-1].batches[1] if shards else 0
         for number in range(len(manifest["shards"]["seals"])):
-            name = name_of(number)
+            name = shard_file_name(number)
             shard = _read_verified_shard(place, name)
             end = header_end(place.read(name, 0, 8))
-            head, new = renumber(
+            head, new = renumber_shard(
                 place.read(name, 0, end), shard.size, len(shards), before + shard.batches[0]
             )
-            target.write(name_of(new.number), [head, place.view(name, end, shard.size)])
+            target.write(shard_file_name(new.number), [head, place.view(name, end, shard.size)])
             shards.append(new)
     return shards
 

@@ -121,18 +121,20 @@ class Shard:
     job: str = ""  # the digest of the job that it is of; empty for one that is not known
 
 
-def name_of(number: int) -> str:
+def shard_file_name(number: int) -> str:
     """Return the name of a shard's file."""
     return f"shard-{number:08d}.safetensors"
 
 
-def number_of(name: str) -> int | None:
+def shard_number(name: str) -> int | None:
     """Return the number of the shard in a file; None for another file."""
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
 
-def encode(number: int, chunks: Sequence[Chunk], job_digest: str = "") -> tuple[list[Any], Shard]:
+def encode_shard(
+    number: int, chunks: Sequence[Chunk], job_digest: str = ""
+) -> tuple[list[Any], Shard]:
     """Make a shard of the rows of consecutive batches, for the job of a digest.
 
     Returns:
@@ -235,7 +237,9 @@ def decode_header(head: bytes, file_size: int) -> Shard:
     )  # fmt: skip
 
 
-def renumber(head: bytes, file_size: int, number: int, first_batch: int) -> tuple[bytes, Shard]:
+def renumber_shard(
+    head: bytes, file_size: int, number: int, first_batch: int
+) -> tuple[bytes, Shard]:
     """Give a shard another number and first batch; its columns stay as they are.
 
     Returns:
@@ -257,7 +261,7 @@ def verify_checksum(span: Span, data: NDArray[np.uint8]) -> None:
         raise ValueError(f"its checksum must be {span.sum}, got {actual}")
 
 
-def as_array(span: Span, data: NDArray[np.uint8]) -> NDArray[Any]:
+def bytes_to_array(span: Span, data: NDArray[np.uint8]) -> NDArray[Any]:
     """Return a column's bytes as an array; a dtype that NumPy lacks is unsigned integers."""
     array: NDArray[Any] = data.view(numpy_dtype(DTYPES[span.dtype])).reshape(span.shape)
     return array
@@ -271,7 +275,7 @@ def numpy_dtype(dtype: torch.dtype) -> Any:
         return np.dtype(_UNSIGNED[dtype.itemsize])
 
 
-def as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+def array_to_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
     """Return an array as a tensor that shares its memory, in the dtype that its bytes are of."""
     return torch.from_numpy(array).view(dtype)
 
@@ -294,20 +298,16 @@ def read_shard(place: Place, name: str, *, verify: bool = False) -> Shard:
     """
     try:
         with convert_read_errors(f"{place}/{name}"):
-            return _read_shard(place, name, verify=verify)
+            size = place.size(name)
+            first = place.read(name, 0, min(8, size))
+            end = header_end(first)
+            if not 8 < end <= size:
+                raise ValueError(f"it must be as long as its header says, got {size} bytes")
+            shard = decode_header(first + place.read(name, 8, end), size)
+            for span in shard.spans.values() if verify else ():
+                verify_checksum(span, place.view(name, span.start, span.stop))
     except DAMAGE as error:
         raise DamagedError(first_line(error)) from error
-
-
-def _read_shard(place: Place, name: str, *, verify: bool) -> Shard:
-    size = place.size(name)
-    first = place.read(name, 0, min(8, size))
-    end = header_end(first)
-    if not 8 < end <= size:
-        raise ValueError(f"it must be as long as its header says, got {size} bytes")
-    shard = decode_header(first + place.read(name, 8, end), size)
-    for span in shard.spans.values() if verify else ():
-        verify_checksum(span, place.view(name, span.start, span.stop))
     return shard
 
 
@@ -316,7 +316,7 @@ class ShardWriter:
     """Writes shards in the order in which they are given, at most `waiting` behind.
 
     Leaving the block waits for all of them. A shard that cannot be written raises in the next
-    `put`, or at the end of the block.
+    `submit`, or at the end of the block.
 
     Args:
         place: where the store is.
@@ -335,7 +335,7 @@ class ShardWriter:
         self._pool = ThreadPoolExecutor(1, "hookline-writer")
         self._running: deque[Future[None]] = deque()
 
-    def put(self, number: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
+    def submit(self, number: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
         """Have a shard of some batches written; wait if too many are waiting.
 
         `wait` is called in the thread, to wait until the rows are on the CPU.
@@ -361,6 +361,6 @@ class ShardWriter:
 
     def _write(self, number: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
         wait()
-        buffers, shard = encode(number, chunks, self._job)
-        self._place.write(name_of(number), buffers)
+        buffers, shard = encode_shard(number, chunks, self._job)
+        self._place.write(shard_file_name(number), buffers)
         self._written(shard)

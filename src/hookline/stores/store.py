@@ -37,7 +37,7 @@ from hookline.stores.exports import ExportedColumns, Format, export
 from hookline.stores.findings import judge_store
 from hookline.stores.job_manifest import LOOP, read_manifest
 from hookline.stores.mapped_shards import Shards
-from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, ColumnForm, number_of
+from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, ColumnForm, shard_number
 from hookline.stores.store_datasets import Shuffle, ShuffledRows, StoreDataset
 
 NAMES = "names.json"
@@ -119,7 +119,7 @@ class Store(Result):
             form.name for form in self._forms if form.name not in OWN
         )
         self._columns = {form.name: Column(shards, form) for form in self._forms}
-        self._by_site = {site_of(name): name for name in self.sites}
+        self._by_site = {parse_column_name(name): name for name in self.sites}
 
     @property
     def place(self) -> Place:
@@ -564,14 +564,14 @@ class Store(Result):
 
     # -- how it shows itself --------------------------------------------------------------------
 
-    def _where(self) -> str:
+    def _place_text(self) -> str:
         return f"{len(self.parts)} stores" if self.parts else str(self._place)
 
-    def _head(self) -> str:
+    def _summary_text(self) -> str:
         rows = "" if self.n_rows == self.n_items else f", {plural(self.n_rows, 'token')}"
         return (
             f"{plural(len(self.sites), 'site')}, {plural(self.n_items, 'item')}{rows}"
-            f" in {plural(len(self._shards), 'shard')}, {size(self.nbytes)}: {self._where()}"
+            f" in {plural(len(self._shards), 'shard')}, {size(self.nbytes)}: {self._place_text()}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -580,7 +580,7 @@ class Store(Result):
         Joined stores have no job in common: it is None.
         """
         return {
-            "folder": self._where(),
+            "folder": self._place_text(),
             "items": self.n_items,
             "rows": self.n_rows,
             "bytes": self.nbytes,
@@ -597,7 +597,7 @@ class Store(Result):
                 "shape": self._columns[name].shape,
                 "dtype": torch_name(self._columns[name].dtype),
                 "bytes": self._columns[name].nbytes,
-                "statistics": _numbers_of_moments(self.statistics.get(name)),
+                "statistics": _moments_to_dict(self.statistics.get(name)),
             }
             for name in self.sites
         ]
@@ -614,7 +614,7 @@ class Store(Result):
             ))  # fmt: skip
         return Printout(
             title="Store",
-            head=f" of {self._head()}",
+            head=f" of {self._summary_text()}",
             headings=_HEADINGS,
             rows=rows,
             n_rows=len(self.sites),
@@ -624,7 +624,7 @@ class Store(Result):
         )
 
 
-def _numbers_of_moments(moments: Moments | None) -> dict[str, Any] | None:
+def _moments_to_dict(moments: Moments | None) -> dict[str, Any] | None:
     if moments is None:
         return None
     return {name: getattr(moments, name) for name in _NUMBERS}
@@ -654,7 +654,7 @@ def open_store(where: str | os.PathLike[str] | Place, *, verify: bool = False) -
     return store
 
 
-def site_of(name: str) -> Site:
+def parse_column_name(name: str) -> Site:
     """Return the site of a column. A module whose name has a colon, `d.a:b`, is its own site."""
     try:
         return parse_site(name)
@@ -677,9 +677,9 @@ def _check_same_columns(first: Store, other: Store) -> None:
     for name in [*forms, *other_forms]:
         if forms.get(name) != other_forms.get(name):
             texts = [
-                f"{store[name]!r} in {store._where()}"
+                f"{store[name]!r} in {store._place_text()}"
                 if name in store._columns
-                else f"none in {store._where()}"
+                else f"none in {store._place_text()}"
                 for store in stores
             ]
             raise StructureError(
@@ -689,7 +689,7 @@ def _check_same_columns(first: Store, other: Store) -> None:
 
 
 def _n_shards(place: Place) -> int:
-    return sum(number_of(name) is not None for name in place.names())
+    return sum(shard_number(name) is not None for name in place.names())
 
 
 def _unfinished_error(place: Place, job: Mapping[str, Any]) -> FolderError:

@@ -59,7 +59,7 @@ class StoreDataset(Dataset[Any]):
         items = index
         if any(column.is_ragged != self._per_token for column in self._columns):
             rows = index_to_positions(index, len(self), "rows")
-            items = self._shards.items_of(rows.reshape(-1)).reshape(rows.shape)
+            items = self._shards.items_of_rows(rows.reshape(-1)).reshape(rows.shape)
         values = {
             column.name: column[index if column.is_ragged == self._per_token else items]
             for column in self._columns
@@ -179,7 +179,7 @@ class ShuffledRows(IterableDataset[Any]):
         start = first + n_batches * number // n_workers * size
         stop = min(first + n_batches * (number + 1) // n_workers * size, last)
         order = np.random.default_rng([self._how.seed, epoch]).permutation(len(self._starts) - 1)
-        pieces = _pieces(order, self._starts, start, stop)
+        pieces = _pieces_between(order, self._starts, start, stop)
         numbers = np.random.default_rng([self._how.seed, epoch, rank, number])
         return self._batches(pieces, numbers)
 
@@ -201,7 +201,9 @@ class ShuffledRows(IterableDataset[Any]):
         rest = np.empty(0, np.int64)
         for group in _group_evenly(pieces, self._how.shards):
             # Held while rows of them are read, so that nothing is downloaded twice.
-            arrays = [column.map_shard(piece.shard) for piece in group for column in self._columns]
+            arrays = [
+                column.shard_array(piece.shard) for piece in group for column in self._columns
+            ]
             rows = np.concatenate([np.arange(piece.start, piece.stop) for piece in group])
             generator.shuffle(rows)
             rows = np.concatenate([rest, rows])
@@ -217,7 +219,9 @@ class ShuffledRows(IterableDataset[Any]):
         return self._dataset[rows if self._how.batch_size else int(rows[0])]
 
 
-def _pieces(order: NDArray[np.int64], starts: Sequence[int], start: int, stop: int) -> list[_Piece]:
+def _pieces_between(
+    order: NDArray[np.int64], starts: Sequence[int], start: int, stop: int
+) -> list[_Piece]:
     """Return the pieces of shards between two rows of an epoch's order of shards."""
     pieces, before = [], 0
     for shard in order.tolist():
@@ -282,9 +286,9 @@ class EpochCounter:
             row, mark = 1 + worker.id, (seed ^ seed >> 32) & 0x7FFFFFFF | 1
             entry = int(begun[begun >> 32 == mark].max(initial=0))
             if entry and entry & _LOW > epoch - _N_KEPT and entry not in begun[row]:
-                return self._note_begun(row, mark, (entry & _LOW) - 1)
-        return self._note_begun(row, mark, epoch)
+                return self._record_begun_epoch(row, mark, (entry & _LOW) - 1)
+        return self._record_begun_epoch(row, mark, epoch)
 
-    def _note_begun(self, row: int, mark: int, epoch: int) -> int:
+    def _record_begun_epoch(self, row: int, mark: int, epoch: int) -> int:
         self._begun[row, epoch % _N_KEPT] = mark << 32 | epoch + 1
         return epoch

@@ -23,9 +23,9 @@ from hookline.stores.shard_file import (
     OWN,
     ColumnForm,
     Shard,
-    name_of,
-    number_of,
     read_shard,
+    shard_file_name,
+    shard_number,
 )
 from hookline.stores.store import NAMES
 
@@ -90,14 +90,14 @@ def verify(where: str | os.PathLike[str] | Place) -> list[Damage]:
             that nothing is known of it.
     """
     place = as_place(where)
-    manifest, damage = _read_manifest(place)
-    shards, damaged = _read_shards(place, manifest)
+    manifest, damage = _read_manifest_and_damage(place)
+    shards, damaged = _read_shards_and_damage(place, manifest)
     if manifest is None and not shards and not damaged:
         raise FolderError(
             f"{place} is not a store: it has no {MANIFEST} and no shards."
             "\nGive the folder that hl.extract wrote."
         )
-    return [*damage, *damaged, *_verify_names(place)]
+    return [*damage, *damaged, *_verify_names_file(place)]
 
 
 def repair(where: str | os.PathLike[str] | Place) -> Repair:
@@ -130,12 +130,12 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
     """
     place = as_place(where)
     # The lock would leave a file in a folder that holds something else.
-    if not any(name == MANIFEST or number_of(name) is not None for name in place.names()):
+    if not any(name == MANIFEST or shard_number(name) is not None for name in place.names()):
         raise _nothing_whole_error(place)
-    _read_manifest(place)  # refuses what something else has written
+    _read_manifest_and_damage(place)  # refuses what something else has written
     with locked(place):
-        manifest, _ = _read_manifest(place)
-        shards, damaged = _read_shards(place, manifest)
+        manifest, _ = _read_manifest_and_damage(place)
+        shards, damaged = _read_shards_and_damage(place, manifest)
         if manifest is None and not shards:
             raise _nothing_whole_error(place)
         if manifest is None:
@@ -167,7 +167,7 @@ def _nothing_whole_error(place: Place) -> FolderError:
     return FolderError(f"{place} is not a store, or no shard of it is whole.\nExtract it again.")
 
 
-def _read_manifest(place: Place) -> tuple[dict[str, Any] | None, list[Damage]]:
+def _read_manifest_and_damage(place: Place) -> tuple[dict[str, Any] | None, list[Damage]]:
     """Read the manifest; a damaged one is None, like a missing one."""
     try:
         manifest = read_manifest(place)
@@ -179,21 +179,23 @@ def _read_manifest(place: Place) -> tuple[dict[str, Any] | None, list[Damage]]:
     return manifest, [Damage(MANIFEST, _GONE)] if manifest is None else []
 
 
-def _read_shards(
+def _read_shards_and_damage(
     place: Place, manifest: Mapping[str, Any] | None
 ) -> tuple[list[Shard], list[Damage]]:
     """Read all shards: those that are whole, and those that are damaged or gone."""
     written = None if manifest is None else manifest["shards"]
-    names = {name for name in place.names() if number_of(name) is not None}
-    expected = set() if written is None else {name_of(k) for k in range(len(written["seals"]))}
+    names = {name for name in place.names() if shard_number(name) is not None}
+    expected = (
+        set() if written is None else {shard_file_name(k) for k in range(len(written["seals"]))}
+    )
     whole, damaged = [], []
     for name in sorted(names | expected):
         try:
             shard = read_shard(place, name, verify=True)
             if written is not None:
-                _check_listed(shard, name, written)
-            if name_of(shard.number) != name:
-                raise DamagedError(f"it must hold shard {number_of(name)}, got {shard.number}")
+                _check_against_manifest(shard, name, written)
+            if shard_file_name(shard.number) != name:
+                raise DamagedError(f"it must hold shard {shard_number(name)}, got {shard.number}")
         except FileNotFoundError:
             damaged.append(Damage(name, _GONE))
         except DamagedError as error:
@@ -203,16 +205,16 @@ def _read_shards(
     return whole, damaged
 
 
-def _check_listed(shard: Shard, name: str, written: Mapping[str, Any]) -> None:
+def _check_against_manifest(shard: Shard, name: str, written: Mapping[str, Any]) -> None:
     """Compare a shard with what the manifest says of it."""
-    number = number_of(name) or 0
+    number = shard_number(name) or 0
     if number >= len(written["seals"]):
         raise DamagedError("the manifest does not list it")
     if shard.seal != written["seals"][number]:
         raise DamagedError(f"its seal must be {written['seals'][number]}, got {shard.seal}")
 
 
-def _verify_names(place: Place) -> list[Damage]:
+def _verify_names_file(place: Place) -> list[Damage]:
     try:
         with convert_read_errors(f"{place}/{NAMES}"):
             data = place.read(NAMES)
@@ -230,9 +232,9 @@ def _check_no_gap(place: Place, shards: Sequence[Shard], damaged: Sequence[Damag
     stop = 0
     for number, shard in enumerate(shards):
         if not why and (shard.number != number or shard.batches[0] != stop):
-            why = f"{name_of(number)}: it is gone"
+            why = f"{shard_file_name(number)}: it is gone"
         if not why and shard.job != shards[0].job:
-            why = f"{name_of(number)}: it is of another job"
+            why = f"{shard_file_name(number)}: it is of another job"
         stop = shard.batches[1]
     if why:
         raise FolderError(

@@ -24,8 +24,8 @@ import hookline as hl
 from hookline.files.folder_or_url import as_place
 from hookline.files.sealed_json import seal_json
 from hookline.stores import job_manifest as manifest_module
-from hookline.stores.batch_columns import Offload
-from hookline.stores.job_manifest import environment, write_manifest
+from hookline.stores.batch_columns import CpuOffload
+from hookline.stores.job_manifest import compared_environment, write_manifest
 from hookline.stores.merging import merge
 from thoroughness import tries
 from zoo import SmallNet
@@ -91,7 +91,7 @@ def test_few_batches_wait_for_the_device(tmp_path, monkeypatch):
         waiting.append(len(begun) - len(ended))
         return lambda: ended.append(offload)
 
-    monkeypatch.setattr(Offload, "waiter", ready)
+    monkeypatch.setattr(CpuOffload, "waiter", ready)
     hl.extract(nn.Identity(), torch.zeros(40, 1), "", tmp_path / "s", batch_size=2)
     assert len(waiting) > 20
     assert max(waiting) <= 4  # that of the shard is one of them
@@ -718,7 +718,7 @@ def test_a_store_tells_versions_and_the_seed_as_recordings_do(model, tmp_path, m
 @pytest.mark.slow
 def test_another_processor_is_warned_of(model, tmp_path, monkeypatch):
     hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
-    assert environment()["machine"].startswith(platform.machine())
+    assert compared_environment()["machine"].startswith(platform.machine())
     monkeypatch.setattr(manifest_module, "_processor", lambda: "x86_64 AVX2 Other")
     (tmp_path / "s" / "shard-00000000.safetensors").unlink()
     with pytest.warns(hl.HooklineWarning, match=r"machine was .*, is x86_64 AVX2 Other"):

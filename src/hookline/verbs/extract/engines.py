@@ -10,7 +10,7 @@ from hookline.errors import FolderError
 from hookline.files.folder_or_url import Place
 from hookline.files.unreadable_or_damaged import DamagedError
 from hookline.stores.job_manifest import Job
-from hookline.stores.shard_file import Shard, ShardWriter, name_of, read_shard
+from hookline.stores.shard_file import Shard, ShardWriter, read_shard, shard_file_name
 from hookline.verbs.extract.collective_steps import Heartbeat, Ranks
 from hookline.verbs.extract.worker import Worker, run_shards
 
@@ -48,7 +48,7 @@ def write_shards(
     """Make shards in this thread, and write them in another one."""
     with ShardWriter(place, on_written, job=job.digest) as writer:
         for number, chunks in run_shards(worker, job, shards):
-            writer.put(number, chunks, worker.offload.waiter())
+            writer.submit(number, chunks, worker.offload.waiter())
 
 
 def read_shard_of_other_process(place: Place, number: int, job: str) -> Shard:
@@ -59,13 +59,13 @@ def read_shard_of_other_process(place: Place, number: int, job: str) -> Shard:
             this digest.
     """
     try:
-        shard = read_shard(place, name_of(number))
+        shard = read_shard(place, shard_file_name(number))
         if shard.job != job:
             raise DamagedError("it is of another job")
         return shard
     except (DamagedError, FileNotFoundError) as error:
         raise FolderError(
-            f"{place} must be a folder that all machines share, got no {name_of(number)} that can"
-            f" be read here: {first_line(error)}.\nGive a folder of a network file system, or a"
+            f"{place} must be a folder that all machines share, got no"
+            f" {shard_file_name(number)} that can be read here: {first_line(error)}.\nGive a folder of a network file system, or a"
             " URL such as 's3://bucket/features'."
         ) from error

@@ -20,7 +20,7 @@ from hookline.errors import HooklineError, InputError, RanksError, warn
 from hookline.files.folder_or_url import Place
 from hookline.models.torchvision_import import import_torchvision
 from hookline.stores.first_batch_summary import compare_summaries
-from hookline.stores.job_manifest import Job, environment
+from hookline.stores.job_manifest import Job, compared_environment
 from hookline.stores.shard_file import Shard
 from hookline.verbs.extract.collective_steps import PATIENCE_S
 from hookline.verbs.extract.engines import read_shard_of_other_process, write_shards
@@ -96,7 +96,7 @@ class RayEngine:
         n_actors = min(max_actors(self._ray, torch.get_num_threads(), self._device), len(left))
         size = min(max(len(left) // (_TASKS_AN_ACTOR * n_actors), 1), _MOST_SHARDS_A_TASK)
         tasks = deque(left[at : at + size] for at in range(0, len(left), size))
-        driver, environments, digest = environment(), set(), job.digest
+        driver, environments, digest = compared_environment(), set(), job.digest
         with self._actors(n_actors, job) as actors, explain_ray_errors(self._ray):
             for made in self._run_tasks(actors, tasks):
                 if made.error:
@@ -218,7 +218,9 @@ class _RayActor:
             self._thread.submit(self._make_in_thread, shards).result()
         except Exception as raised:
             error = _pickle_error(raised)  # Ray would give its text alone
-        return _TaskResult(shards, json.dumps(self._thread.submit(environment).result()), error)
+        return _TaskResult(
+            shards, json.dumps(self._thread.submit(compared_environment).result()), error
+        )
 
     def _make_in_thread(self, shards: list[int]) -> None:
         if self._worker is None:

@@ -27,12 +27,12 @@ from hookline.stores.job_manifest import (
     SHARD_BYTES,
     Job,
     batches_per_shard,
-    environment,
-    origin_here,
+    compared_environment,
+    environment_with_origin,
     read_manifest,
     write_manifest,
 )
-from hookline.stores.shard_file import Shard, number_of, read_shard
+from hookline.stores.shard_file import Shard, read_shard, shard_number
 from hookline.verbs.extract.collective_steps import Heartbeat, Ranks
 from hookline.verbs.extract.engines import Engine, read_shard_of_other_process
 from hookline.verbs.extract.process_setup import ProcessSetup
@@ -129,7 +129,7 @@ class Extraction:
 
     def _compare_jobs_of_ranks(self) -> None:
         """Compare the jobs of all ranks, and what decides the bits of their results."""
-        answers = self._ranks.gather(lambda: [self._job.as_json(), environment()])
+        answers = self._ranks.gather(lambda: [self._job.as_json(), compared_environment()])
         for rank, (job, there) in enumerate(answers):
             differences = Job.from_json(job).differences(Job.from_json(answers[0][0]))
             if differences:
@@ -244,7 +244,7 @@ class Extraction:
                 " the first batch: changes of hooks, attributes and code are not noticed."
             )
             return []
-        is_same_place = {**was, **environment()} == was
+        is_same_place = {**was, **compared_environment()} == was
         try:
             values = compare_summaries(
                 begun.first_batch, self._job.first_batch, is_same_setup=is_same_place
@@ -268,7 +268,7 @@ class Extraction:
         _warn_of_space(self._place, self._batch_bytes * (self._job.n_batches or 1))
         if self._worker.source.names is not None:
             self._place.write("names.json", [json.dumps(self._worker.source.names).encode()])
-        write_manifest(self._place, self._job.as_json(), origin_here())
+        write_manifest(self._place, self._job.as_json(), environment_with_origin())
 
     def _write_final_manifest(self, heartbeat: Heartbeat) -> None:
         """Write the manifest of a store whose shards are all there, made by whichever process.
@@ -288,7 +288,7 @@ class Extraction:
 
         _map_in_threads(read, missing)
         shards = [self._shards[number] for number in range(n_shards)]
-        write_manifest(self._place, self._job.as_json(), origin_here(), shards)
+        write_manifest(self._place, self._job.as_json(), environment_with_origin(), shards)
         _warn_of_nan_and_skipped(shards)
 
     def _check_resumable(self, manifest: Mapping[str, Any], *, resume: bool) -> None:
@@ -321,7 +321,7 @@ class Extraction:
         Raises:
             UnreadableError: a shard cannot be read now. Nothing is removed.
         """
-        names = [name for name in self._place.names() if number_of(name) is not None]
+        names = [name for name in self._place.names() if shard_number(name) is not None]
         digest = self._job.digest
         damaged = []
 
@@ -329,7 +329,7 @@ class Extraction:
             heartbeat.beat()
             try:
                 shard = read_shard(self._place, name, verify=True)
-                is_named_so = (shard.number, shard.job) == (number_of(name), digest)
+                is_named_so = (shard.number, shard.job) == (shard_number(name), digest)
                 if not is_named_so or not self._has_batches_of_number(shard):
                     raise DamagedError("it must hold the batches of its number, of this job")
             except FileNotFoundError:
@@ -355,7 +355,7 @@ class Extraction:
         The last shard of data without a length is shorter. It is made again if the store is not
         finished: the data may have grown.
         """
-        batches, expected = range(*shard.batches), self._job.batches_of(shard.number)
+        batches, expected = range(*shard.batches), self._job.batch_range(shard.number)
         if self._job.n_items is None and self._n_written is not None:
             return batches.start == expected.start
         return batches == expected
@@ -409,7 +409,7 @@ def _warn_of_differences(
     subject: str, was: Mapping[str, Any], now: Mapping[str, Any] | None = None
 ) -> None:
     """Warn of other versions, threads or processors than those that a store was begun with."""
-    now = environment() if now is None else now
+    now = compared_environment() if now is None else now
     differences = [
         f"{key} was {was.get(key)}, is {now[key]}" for key in now if was.get(key) != now[key]
     ]

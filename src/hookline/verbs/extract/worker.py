@@ -20,8 +20,8 @@ from hookline.engine import Site, sharding_kind
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import PassRecord
-from hookline.stores.batch_columns import Offload, extract_columns
-from hookline.stores.first_batch_summary import ComputePrecision, summary_of
+from hookline.stores.batch_columns import CpuOffload, extract_columns
+from hookline.stores.first_batch_summary import ComputePrecision, summarize_columns
 from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Chunk, ColumnForm
 from hookline.verbs.extract.padding_check import PaddingCheck
@@ -72,7 +72,7 @@ class Worker:
         config = getattr(runner.modules[0], "config", None)
         self._has_decoder: bool = getattr(config, "is_encoder_decoder", False) is True
         self._device = _first_parameter_device(runner)
-        self.offload: Offload = Offload(self._device)
+        self.offload: CpuOffload = CpuOffload(self._device)
         self._ahead: deque[Callable[[], None]] = deque()
         self.forms: dict[str, ColumnForm] | None = None
         self._first_chunk: Chunk | None = None
@@ -118,7 +118,9 @@ class Worker:
             dtypes.add(torch.get_autocast_dtype(kind))
         self.offload.waiter()()
         is_split = sharding_kind(model) == "split"
-        return summary_of(chunk.columns, ComputePrecision.of(kind, dtypes, is_split=is_split))
+        return summarize_columns(
+            chunk.columns, ComputePrecision.of(kind, dtypes, is_split=is_split)
+        )
 
     def _run_whole_forward(self, batch: NumberedBatch) -> Chunk:
         with self._runner.whole_forward():
@@ -241,12 +243,12 @@ def run_shards(
         job: the job.
         shards: the numbers of the shards, in order; endless for data without a length.
     """
-    batch_numbers = itertools.chain.from_iterable(map(job.batches_of, shards))
+    batch_numbers = itertools.chain.from_iterable(map(job.batch_range, shards))
     pending: list[Chunk] = []
     for batch in _load_batches(worker, batch_numbers):
         pending.append(worker.run_batch(batch))
         shard = batch.number // job.shard_batches
-        if batch.number == job.batches_of(shard)[-1]:
+        if batch.number == job.batch_range(shard)[-1]:
             yield shard, pending
             pending = []
     if pending:  # data without a length ended within a shard

@@ -25,13 +25,13 @@ from hookline.errors import (
 from hookline.files.folder_or_url import Place, as_place
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
-from hookline.stores.batch_columns import Offload, extract_columns
+from hookline.stores.batch_columns import CpuOffload, extract_columns
 from hookline.stores.job_manifest import (
     LOOP,
     SHARD_BYTES,
     Job,
     batches_per_shard,
-    origin_here,
+    environment_with_origin,
     write_manifest,
 )
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard, ShardWriter
@@ -104,7 +104,9 @@ class StoreSink:
         self._forms: dict[str, ColumnForm] | None = None
         self._n_passes = self._n_items = self._n_seen = 0
         self._left_out: dict[str, list[int]] = {}  # numbers of passes, by the reason
-        self._offload = Offload(next((parameter.device for parameter in model.parameters()), _CPU))
+        self._offload = CpuOffload(
+            next((parameter.device for parameter in model.parameters()), _CPU)
+        )
         self._job = _make_job(model, recording, options)
         self._is_open = True
         self._process = CreatingProcess()
@@ -147,7 +149,7 @@ class StoreSink:
                 self._write_shard()
         if self._forms is not None:
             shards = [self._shards[number] for number in range(len(self._shards))]
-            write_manifest(self.place, self._job.as_json(), origin_here(), shards)
+            write_manifest(self.place, self._job.as_json(), environment_with_origin(), shards)
         if self._left_out and not isinstance(error or problem, HooklineError):
             self._warn_of_skipped_passes()
         if problem is not None and error is None:  # an error in the block is the cause
@@ -216,14 +218,14 @@ class StoreSink:
             self._forms = forms
             n_passes = batches_per_shard(chunk, SHARD_BYTES)
             self._job = replace(self._job, shard_batches=n_passes, columns=tuple(forms.values()))
-            write_manifest(self.place, self._job.as_json(), origin_here())
+            write_manifest(self.place, self._job.as_json(), environment_with_origin())
         self._n_passes += 1
         self._n_items += n_items
         return chunk
 
     def _write_shard(self) -> None:
         number = self._chunks[0].batch // self._job.shard_batches
-        self._writer.put(number, self._chunks, self._offload.waiter())
+        self._writer.submit(number, self._chunks, self._offload.waiter())
         self._chunks = []
 
     def _add_shard(self, shard: Shard) -> None:
