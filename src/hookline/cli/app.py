@@ -12,20 +12,21 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.console import RenderableType
 
 import hookline as hl
-from hookline.cli.compare_command import compare_by_name, github_annotations
+from hookline.cli.compare_command import compare_from_options, github_annotations
 from hookline.cli.environment import Environment
-from hookline.cli.extract_command import extract_by_name, join_process_group, move_to_device
+from hookline.cli.extract_command import extract_from_options, join_torchrun_group, move_to_device
 from hookline.cli.inspect_doctor_profile import (
     Inspection,
+    batch_to_inputs,
     diagnose,
     inspect,
     inspection_data,
     profile_steps,
     read_input,
     silent_sites_text,
-    to_inputs,
 )
 from hookline.cli.store_commands import store_app
 from hookline.cli.terminal import (
@@ -38,11 +39,11 @@ from hookline.cli.terminal import (
     print_json,
     print_result,
     print_result_or_json,
+    print_to_stderr,
     print_warnings,
-    say,
 )
 from hookline.cli.view_command import (
-    folder_here,
+    local_folder,
     make_server,
     open_in_browser,
     parse_items_option,
@@ -126,12 +127,13 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
         f"\nA small convolutional network, trained on scikit-learn's digits"
         f" ({facts['accuracy']:.1%} right on {facts['n_test']} held-out ones), ran on eight digits."
     )
-    _print_paths(inspection)
+    _print_written_paths(inspection)
+    command = _hookline_command()
     out.print(
         "\nTry next:\n"
-        f"  {_command_name()} summary demo:digits demo\n"
-        f'  {_command_name()} inspect demo:digits demo --at "block*:input"\n'
-        f"  {_command_name()} inspect torchvision:resnet34 PHOTO.jpg    (needs the extra vision)",
+        f"  {command} summary demo:digits demo\n"
+        f'  {command} inspect demo:digits demo --at "block*:input"\n'
+        f"  {command} inspect torchvision:resnet34 PHOTO.jpg    (needs the extra vision)",
         markup=False,
     )
 
@@ -169,11 +171,11 @@ def inspect_command(
             )
         loaded, batch = _load_with_input(model, source, weights)
         inspection = inspect(loaded, batch, at, out_folder)
-    not_drawn = ""
+    drawing, not_drawn = _draw_plots_or_reason(inspection) if plot else (None, "")
     if as_json:
         print_json(inspection_data(inspection, batch))
     else:
-        not_drawn = _print_inspection(inspection, batch, plot)
+        _print_inspection(inspection, batch, drawing)
     if open_it and inspection.page is not None:
         open_in_browser(inspection.page.resolve().as_uri())
     if inspection.summary.failure:
@@ -182,33 +184,33 @@ def inspect_command(
             if len(inspection.recording)
             else "No selected site ran before the failure, so nothing was written."
         )
-        say(f"the forward failed in {inspection.summary.failure}\n{before}")
+        print_to_stderr(f"the forward failed in {inspection.summary.failure}\n{before}")
         raise typer.Exit(1)
     silent = silent_sites_text(inspection.recording.report(), are_chosen=bool(at))
     if silent:
-        say(silent)
+        print_to_stderr(silent)
     if not_drawn:
-        say(not_drawn)
+        print_to_stderr(not_drawn)
     if not_drawn or not len(inspection.recording):
         raise typer.Exit(1)
     exit_on_findings(inspection.findings, level)
 
 
-def _print_inspection(inspection: Inspection, batch: Batch, plot: bool) -> str:
-    """Print an inspection; return why nothing could be drawn, if so."""
-    print_result(inspection.summary, failure=False)
+def _print_inspection(inspection: Inspection, batch: Batch, drawing: RenderableType | None) -> None:
+    print_result(inspection.summary, with_failure=False)
     out.print(f"\n{batch.description}", markup=False)
     n_rows = len(batch.images)
     if inspection.classes and n_rows > 1:
         out.print(f"the first of {n_rows}:")
     for label, probability in inspection.classes:
         out.print(f"  {probability:6.1%}  {label}", markup=False)
-    not_drawn = _print_plots(inspection) if plot else ""
+    if drawing is not None:
+        out.print()
+        out.print(drawing, width=out.width if out.is_terminal else terminal_width())
     if len(inspection.recording):
         out.print()
         print_result(inspection.findings)
-    _print_paths(inspection)
-    return not_drawn
+    _print_written_paths(inspection)
 
 
 @app.command("extract")
@@ -247,10 +249,10 @@ def extract_command(
         "batch_size": batch_size, "dtype": dtype, "workers": workers,
         "on_error": "skip" if skip_errors else "raise", "engine": engine,
     }  # fmt: skip
-    with exit_on_errors(), print_warnings(), join_process_group() as is_heard:
+    with exit_on_errors(), print_warnings(), join_torchrun_group() as is_heard:
         with ProgressBar(f"loading {model}"):
             loaded = move_to_device(load_model(model, weights=weights), device)
-        store = extract_by_name(loaded, data, at, to, options)
+        store = extract_from_options(loaded, data, at, to, options)
         if is_heard:
             print_result(store)
             out.print(f"\nRead it in Python: hl.open({to!r})", markup=False, soft_wrap=True)
@@ -276,14 +278,14 @@ def summary(
                 " one of the two."
             )
         context = torch.device("meta") if meta else contextlib.nullcontext()
-        with context, ProgressBar(f"loading {model}"), _suggest_meta():
+        with context, ProgressBar(f"loading {model}"), _suggest_meta_on_missing_weights():
             loaded = load_model(model, weights="none" if meta else weights)
         inputs = _read_inputs(source, loaded)
         with ProgressBar("running the model"):
             table = hl.summary(loaded.model, inputs)
-    print_result_or_json(table, as_json, failure=False)
+    print_result_or_json(table, as_json, with_failure=False)
     if table.failure:
-        say(f"the forward failed in {table.failure}")
+        print_to_stderr(f"the forward failed in {table.failure}")
         raise typer.Exit(1)
 
 
@@ -317,7 +319,7 @@ def operations(
     with exit_on_errors():
         loaded, batch = _load_with_input(model, source, weights)
         with ProgressBar("running the model"):
-            table = hl.operations(loaded.model, to_inputs(loaded.model, batch), path)
+            table = hl.operations(loaded.model, batch_to_inputs(loaded.model, batch), path)
     print_result_or_json(table, as_json, batch)
 
 
@@ -358,7 +360,7 @@ def profile(
         if not as_json:
             out.print(f"\nwritten: {file}", markup=False, soft_wrap=True)
     if profiling.failure:
-        say(f"the run failed {profiling.failure}")
+        print_to_stderr(f"the run failed {profiling.failure}")
         raise typer.Exit(1)
 
 
@@ -394,7 +396,7 @@ def view(
 ) -> None:
     """Show a recording, a store, a run or a finding in the browser, or two recordings."""
     with exit_on_errors():
-        folders = [folder_here(name) for name in (folder, other) if name is not None]
+        folders = [local_folder(name) for name in (folder, other) if name is not None]
         chosen = parse_items_option(items, folders)
         if out_path is not None:
             if wait:
@@ -468,7 +470,7 @@ def compare_command(
 ) -> None:
     """Say where two runs part; the exit code is 1 if they differ beyond noise."""
     with exit_on_errors(), ProgressBar("comparing"):
-        comparison = compare_by_name(a, b, names or [], floor, tokens or [], dims or [])
+        comparison = compare_from_options(a, b, names or [], floor, tokens or [], dims or [])
     if as_json:
         print_json(comparison.to_dict())
     elif annotations:
@@ -507,7 +509,7 @@ def invariance(
         loaded, batch = _load_with_input(model, source, weights)
         with ProgressBar("running the model"):
             result = hl.invariance(
-                loaded.model, to_inputs(loaded.model, batch), only=only, backend=backend
+                loaded.model, batch_to_inputs(loaded.model, batch), only=only, backend=backend
             )
     print_result_or_json(result, as_json, batch)
     if not result.ok:
@@ -569,12 +571,14 @@ def replay_command(
         out.print("\nrun again:", markup=False)
         out.print(str(finding), markup=False, soft_wrap=True)
     elif model is not None:
-        say("the module ran again, and all was finite: is it the model that the file is of?")
+        print_to_stderr(
+            "the module ran again, and all was finite: is it the model that the file is of?"
+        )
         raise typer.Exit(1)
 
 
 @contextlib.contextmanager
-def _suggest_meta() -> Iterator[None]:
+def _suggest_meta_on_missing_weights() -> Iterator[None]:
     """Add --meta to the error about missing weights: a table of shapes needs none."""
     try:
         yield
@@ -593,7 +597,7 @@ def _load_model(name: str, weights: str) -> LoadedModel:
 def _read_inputs(source: str | None, loaded: LoadedModel) -> Inputs | None:
     if source is None:
         return None
-    return to_inputs(loaded.model, read_input(source, loaded))
+    return batch_to_inputs(loaded.model, read_input(source, loaded))
 
 
 def _load_with_input(model: str, source: str, weights: str) -> tuple[LoadedModel, Batch]:
@@ -604,25 +608,22 @@ def _load_with_input(model: str, source: str, weights: str) -> tuple[LoadedModel
         return loaded, read_input(source, loaded)
 
 
-def _print_plots(inspection: Inspection) -> str:
-    """Print plots of a recording; return the reason if nothing could be drawn."""
+def _draw_plots_or_reason(inspection: Inspection) -> tuple[RenderableType | None, str]:
+    """Draw the plots of a recording; return None and the reason if nothing could be drawn."""
     if not len(inspection.recording):
-        return ""  # the caller reports an empty recording itself
+        return None, ""  # the caller reports an empty recording itself
     try:
-        drawing = terminal_plots(inspection.recording)
+        return terminal_plots(inspection.recording), ""
     except InputError as error:
-        return str(error)
-    out.print()
-    out.print(drawing, width=out.width if out.is_terminal else terminal_width())
-    return ""
+        return None, str(error)
 
 
-def _command_name() -> str:
+def _hookline_command() -> str:
     """Return the command as the user can type it: by name if the shell finds it."""
     return "hookline" if shutil.which("hookline") else sys.argv[0]
 
 
-def _print_paths(inspection: Inspection) -> None:
+def _print_written_paths(inspection: Inspection) -> None:
     if inspection.page is None:
         return
     n = len(inspection.recording)

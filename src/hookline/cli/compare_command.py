@@ -18,7 +18,7 @@ from hookline.verbs.compare.read_sides import FILES
 _LEVELS = {"differs": "error", "not comparable": "warning"}
 
 
-def compare_by_name(
+def compare_from_options(
     a: str,
     b: str,
     names: Sequence[str],
@@ -67,11 +67,11 @@ def _parse_tokens(words: Sequence[str]) -> Any:
             f"--tokens must be auto, none, or a file of inputs for both or for each, got {got}."
             "\nGive --tokens a.safetensors --tokens b.safetensors, of input_ids and attention_mask."
         )
-    sides = [_read_inputs(Path(word)) for word in words]
+    sides = [_read_token_inputs(Path(word)) for word in words]
     return sides[0], sides[-1]
 
 
-def _read_inputs(path: Path) -> Any:
+def _read_token_inputs(path: Path) -> Any:
     """Read the inputs of a run from a file: a dict, or a list with one for each pass.
 
     Raises:
@@ -110,11 +110,13 @@ def _parse_dims(words: Sequence[str]) -> Dims | None:
             f"--dims must be one DIM for all, or SITES=DIM each time, got {' '.join(words)}."
             '\nGive --dims "**.q_proj=-1" --dims "**.down_proj=sum".'
         )
-    dims = {sites: _to_dim(dim, word) for (sites, _, dim), word in zip(pairs, words, strict=True)}
+    dims = {
+        sites: _parse_dim(dim, word) for (sites, _, dim), word in zip(pairs, words, strict=True)
+    }
     return dims.get("", dims or None)
 
 
-def _to_dim(dim: str, word: str) -> Dim:
+def _parse_dim(dim: str, word: str) -> Dim:
     if dim in OPS:
         return dim
     try:
@@ -130,18 +132,18 @@ def github_annotations(comparison: Comparison) -> Iterator[str]:
     """Yield a workflow command of GitHub for each finding, and each site that is not equal."""
     for finding in comparison.findings:
         if finding.kind not in ("site", "values"):
-            yield _annotation("notice", finding.text)
+            yield _workflow_command("notice", finding.text)
     for row in comparison.rows:
         if row.verdict in _LEVELS:
-            yield _annotation(_LEVELS[row.verdict], _row_text(row))
+            yield _workflow_command(_LEVELS[row.verdict], _annotation_text(row))
 
 
-def _row_text(row: ComparedSite) -> str:
+def _annotation_text(row: ComparedSite) -> str:
     floor = f", noise floor {row.floor.relative:.3g}" * (row.relative is not None)
     return f"{row.site} {row.verdict}: {row.why}{floor}"
 
 
-def _annotation(level: str, text: str) -> str:
+def _workflow_command(level: str, text: str) -> str:
     """Write a workflow command; it must be one line."""
     for char, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
         text = text.replace(char, code)

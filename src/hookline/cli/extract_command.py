@@ -20,7 +20,7 @@ from hookline.stores import Store
 from hookline.util.local_paths import is_file
 
 
-def extract_by_name(
+def extract_from_options(
     loaded: LoadedModel, data: str, at: list[str], to: str, options: dict[str, Any]
 ) -> Store:
     """Extract from a model and a data set that are given by name.
@@ -60,7 +60,7 @@ def extract_by_name(
 
 
 @contextmanager
-def join_process_group() -> Iterator[bool]:
+def join_torchrun_group() -> Iterator[bool]:
     """Join the process group of `torchrun` for a while; yield whether this rank may print.
 
     A process that torchrun did not start has no group, and prints.

@@ -73,7 +73,7 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
         with hl.record(model, sites, copy=True) as run, hl.attach(model) as line:
             line.forward(None, lambda *_: busy.step())
             line.forward("", lambda module, args, value: output.append(value))
-            summary = hl.summary(model, to_inputs(model, batch))
+            summary = hl.summary(model, batch_to_inputs(model, batch))
     if not len(run):
         return Inspection(summary, run, folder, None, [], run.findings())
     with ProgressBar("writing the recording"):
@@ -142,7 +142,7 @@ def read_input(source: str, loaded: LoadedModel) -> Batch:
     return batch
 
 
-def to_inputs(model: nn.Module, batch: Batch) -> Inputs:
+def batch_to_inputs(model: nn.Module, batch: Batch) -> Inputs:
     """Convert a batch to the inputs that `hl.summary` takes."""
     if not batch.kwargs:
         return batch.args
@@ -169,7 +169,7 @@ def diagnose(
             "\nGive --ports output,grad_output, for instance."
         )
     with ProgressBar("running the model"):
-        inputs = None if batch is None else to_inputs(loaded.model, batch)
+        inputs = None if batch is None else batch_to_inputs(loaded.model, batch)
         diagnosis = _translate_remedies(hl.doctor(loaded.model, inputs, at or None, ports=names))
     if batch is None:
         text = "none given, and none could be guessed: give one, such as random:1x3x224x224"
@@ -202,7 +202,7 @@ def profile_steps(
     Raises:
         HooklineError: no output has a gradient.
     """
-    inputs = to_inputs(model, batch)
+    inputs = batch_to_inputs(model, batch)
     profiling = hl.profile(model)
 
     def step() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from hookline.cli.terminal import BAD_INPUT, say
+from hookline.cli.terminal import BAD_INPUT, print_to_stderr
 from hookline.errors import InputError
 
 _CLOSED_PIPE = 141  # 128 + SIGPIPE, which Windows lacks: a shell's code of what the signal ends
@@ -24,20 +24,20 @@ def exit_on_stream_errors() -> Iterator[None]:
 
         $ hookline summary demo:digits demo | head -1
     """
-    _prepare_streams()
+    _reopen_and_wrap_streams()
     try:
         try:
             yield
         finally:
             sys.stdout.flush()
     except InputError as error:
-        say(str(error))
+        print_to_stderr(str(error))
         sys.exit(BAD_INPUT)
     except KeyboardInterrupt:  # before a command runs: typer builds its parser
         sys.exit(130)
 
 
-def _prepare_streams() -> None:
+def _reopen_and_wrap_streams() -> None:
     """Open what the shell has closed, and have stdout tell what a write that fails means.
 
     Characters that the encoding of stdout lacks are written as \\u65e5, as Python does on stderr.
@@ -48,18 +48,18 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
         # What is no plain file, as the console of Windows, writes in a way of its own.
         if type(getattr(stream.buffer, "raw", stream.buffer)) is io.FileIO:
-            sys.stdout = _guard_writes(stream)
+            sys.stdout = _exit_on_write_errors(stream)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             nothing = open(os.devnull, "w")  # noqa: SIM115 it lasts as long as the process
             setattr(sys, name, nothing)
 
 
-def _guard_writes(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+def _exit_on_write_errors(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """Return a stream to the same file, which tells what a write that fails means."""
     stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_GuardedFile(stream.fileno(), "wb", closefd=False)),
+        io.BufferedWriter(_ExitOnErrorFile(stream.fileno(), "wb", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,
@@ -68,7 +68,7 @@ def _guard_writes(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 @final
-class _GuardedFile(io.FileIO):
+class _ExitOnErrorFile(io.FileIO):
     """Write to stdout, whose reader may have gone, or whose disk may be full."""
 
     def write(self, data: Any, /) -> int:

@@ -13,7 +13,7 @@ from hookline.cli.terminal import (
     out,
     print_json,
     print_result,
-    say,
+    print_to_stderr,
 )
 from hookline.display.results import Printout
 from hookline.display.text import plural
@@ -56,7 +56,7 @@ def verify_command(folder: Folder) -> None:
     for damage in damages[:_MOST_SAID]:
         out.print(str(damage), markup=False, soft_wrap=True)
     if damages:
-        say(
+        print_to_stderr(
             f"{plural(len(damages), 'file')} of {folder} damaged or gone."
             f"\nRun hookline store repair {folder}, then the same extraction again."
         )

@@ -55,10 +55,10 @@ def exit_on_errors() -> Iterator[None]:
     try:
         yield
     except HooklineError as error:
-        say(str(error))
+        print_to_stderr(str(error))
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt:
-        say("interrupted.")
+        print_to_stderr("interrupted.")
         raise typer.Exit(130) from None
 
 
@@ -77,7 +77,7 @@ def print_warnings() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
             if issubclass(category, HooklineWarning):
-                say(str(message))
+                print_to_stderr(str(message))
             else:
                 showwarning(message, category, *rest)
 
@@ -85,15 +85,15 @@ def print_warnings() -> Iterator[None]:
         yield
 
 
-def print_result(result: Result | Printout, *, failure: bool = True) -> None:
+def print_result(result: Result | Printout, *, with_failure: bool = True) -> None:
     """Print a result as wide as the terminal, or 80 characters wide.
 
     Args:
         result: the result.
-        failure: whether to print its failure; False where a caller does so itself.
+        with_failure: whether to print its failure; False where a caller does so itself.
     """
     printout = printout_of(result) if isinstance(result, Result) else result
-    printout = printout if failure else replace(printout, failure=())
+    printout = printout if with_failure else replace(printout, failure=())
     for line in printout.lines(out.width if out.is_terminal else terminal_width()):
         text = Text.assemble(*line)
         text.rstrip()
@@ -101,14 +101,14 @@ def print_result(result: Result | Printout, *, failure: bool = True) -> None:
 
 
 def print_result_or_json(
-    result: Result, as_json: bool, batch: Batch | None = None, *, failure: bool = True
+    result: Result, as_json: bool, batch: Batch | None = None, *, with_failure: bool = True
 ) -> None:
     """Print a result, or it alone as JSON, which begins with the input that it is of."""
     if as_json:
         about = {} if batch is None else {"input": batch.description}
         print_json(about | result.to_dict())
     else:
-        print_result(result, failure=failure)
+        print_result(result, with_failure=with_failure)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ def print_json(data: Mapping[str, Any]) -> None:
     typer.echo(json_text(data))
 
 
-def say(message: str) -> None:
+def print_to_stderr(message: str) -> None:
     """Print a message to stderr, in the command line's words, without markup and folding."""
     err.print(f"hookline: {escape_invisible(python_to_commands(message))}", markup=False)
 

@@ -7,7 +7,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from hookline.cli.terminal import out, say
+from hookline.cli.terminal import out, print_to_stderr
 from hookline.curves import is_run, open_run
 from hookline.errors import FolderError, InputError
 from hookline.findings import Findings
@@ -25,7 +25,7 @@ from hookline.views.page.served_folders import may_hold_finding, read_finding
 from hookline.views.page.url_parameters import parse_items
 
 
-def folder_here(name: str) -> Path:
+def local_folder(name: str) -> Path:
     """Return the path of a folder that is watched while it is shown.
 
     Raises:
@@ -72,7 +72,7 @@ def make_server(
             if shelf.read_run() is None and shelf.read_finding() is None:
                 shelf.current_page()  # report a bad folder before serving; make the first page fast
         except FolderError as error:
-            if wait or not any(map(_may_be_written_yet, folders)):
+            if wait or not any(map(_is_missing_or_empty, folders)):
                 raise
             raise FolderError(
                 f"{error}\nUse --wait to wait for a folder that is not written yet."
@@ -80,7 +80,7 @@ def make_server(
     return LimitedServer(shelf, host, port)
 
 
-def _may_be_written_yet(folder: Path) -> bool:
+def _is_missing_or_empty(folder: Path) -> bool:
     """Tell whether a folder is missing or empty, as that of a run before its first step."""
     return not os.path.exists(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
@@ -126,7 +126,7 @@ def write_folder_page(
 def serve_until_interrupt(server: LimitedServer, folders: list[Path], open_browser: bool) -> None:
     """Print the page's address, open it, and serve until Ctrl-C."""
     if server.is_on_other_port:
-        say(f"port {server.wanted_port} is taken; using {server.port}.")
+        print_to_stderr(f"port {server.wanted_port} is taken; using {server.port}.")
     names = " and ".join(str(folder) for folder in folders)
     out.print(f"{names} at", markup=False, soft_wrap=True)
     out.print(f"  {server.address}", markup=False, soft_wrap=True)

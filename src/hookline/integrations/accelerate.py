@@ -40,16 +40,16 @@ def monitor(
         The line, as from `hl.monitor`.
     """
     if to is None:
-        to = [_destination(tracker) for tracker in accelerator.trackers]
+        to = [_logger_or_log_function(tracker) for tracker in accelerator.trackers]
     options = {"scaler": accelerator.scaler, **options}
-    mirror = _LogMirror(accelerator)
-    line = monitor_model(model, selector, to=[to, mirror], **options)
-    mirror.begin(line.curves)
+    tracker_of_curves = _CurvesTracker(accelerator)
+    line = monitor_model(model, selector, to=[to, tracker_of_curves], **options)
+    tracker_of_curves.join_trackers(line.curves)
     return line
 
 
 @final
-class _LogMirror:
+class _CurvesTracker:
     """Give logged numbers to the curves, as a tracker that the monitor ends as a writer.
 
     Args:
@@ -63,7 +63,7 @@ class _LogMirror:
         self._accelerator = weakref.ref(accelerator)
         self._curves: Curves | None = None
 
-    def begin(self, curves: Curves) -> None:
+    def join_trackers(self, curves: Curves) -> None:
         """Begin to take what the accelerator's main process logs."""
         self._curves, accelerator = curves, self._accelerator()
         if accelerator is not None and accelerator.is_main_process:
@@ -98,7 +98,7 @@ class _LogMirror:
             accelerator.trackers.remove(self)
 
 
-def _destination(tracker: Any) -> Any:
+def _logger_or_log_function(tracker: Any) -> Any:
     """Return the logger of a tracker where hookline writes to it itself, else the tracker's `log`.
 
     hookline writes faster, and in names that MLflow takes.
