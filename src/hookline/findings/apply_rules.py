@@ -29,12 +29,12 @@ def judge_survey(survey: Survey) -> list[Finding]:
     values.sort(key=lambda finding: place.get(finding.site, -1))
     never_called = list(forward_rules.never_called(survey))
     findings = [*broken, *values, *(finding for finding in never_called if finding.level != "note")]
-    is_blamed = any(f.kind in _CAUSES and f.level != "note" for f in findings)
+    has_forward_fault = any(f.kind in _CAUSES and f.level != "note" for f in findings)
     if not broken:
         findings += backward_rules.non_finite(survey)
         findings += backward_rules.stopped_gradient(survey)
-        findings += backward_rules.frozen_parameters(survey, is_blamed)
-    if not broken and not is_blamed:
+        findings += backward_rules.frozen_parameters(survey, has_forward_fault)
+    if not broken and not has_forward_fault:
         findings += backward_rules.exploding_or_vanishing(survey)
         findings += backward_rules.dead_gradients(survey)
     findings += [*forward_rules.outliers(survey), *forward_rules.equal_outputs(survey)]

@@ -48,13 +48,13 @@ def stopped_gradient(survey: Survey) -> Iterator[Finding]:
     runs = [
         (is_lost, list(group)) for is_lost, group in groupby(order, lambda r: r.path in missing)
     ]
-    weights = _reasons_by_weight(survey)
+    weights = _missing_gradient_reasons(survey)
     lost = (k for k, (is_lost, _) in enumerate(runs[:-1]) if is_lost)
     place = next((k for k in lost if not _are_frozen(runs[k][1], weights)), None)
     if place is None:
         return
     stretch, after = runs[place][1], runs[place + 1][1][0]
-    is_broken = place == 0 or _reached_in_other_blocks(stretch, runs)
+    is_broken = place == 0 or _is_reached_in_other_blocks(stretch, runs)
     # Without the gradients of weights, it is not known whether such a part is frozen.
     may_be_frozen = not weights and _runs_under_no_grad(stretch, missing)
     level: Level = "warning" if is_broken and not may_be_frozen else "note"
@@ -71,7 +71,7 @@ def _runs_under_no_grad(stretch: Sequence[Reading], reasons: Mapping[str, str]) 
     return all(_NO_GRAD in reasons[reading.path] for reading in stretch)
 
 
-def _reasons_by_weight(survey: Survey) -> dict[str, str]:
+def _missing_gradient_reasons(survey: Survey) -> dict[str, str]:
     """Say why weights got no gradient; nothing of those that got one."""
     reasons = {path: why for path, port, why in survey.silent if port == "grad"}
     return reasons | {r.path: "" for r in survey.gradients if r.port == "grad"}
@@ -84,7 +84,7 @@ def _are_frozen(stretch: Sequence[Reading], reasons_by_weight: Mapping[str, str]
     return bool(inside) and all("frozen" in why for why in inside)
 
 
-def _reached_in_other_blocks(
+def _is_reached_in_other_blocks(
     stretch: Sequence[Reading], runs: Sequence[tuple[bool, list[Reading]]]
 ) -> bool:
     """Tell whether the gradient reached the same place of other blocks."""
@@ -92,16 +92,16 @@ def _reached_in_other_blocks(
     return any("#" in (place := template_of(r.path)) and place in templates for r in stretch)
 
 
-def frozen_parameters(survey: Survey, is_blamed: bool) -> Iterator[Finding]:
+def frozen_parameters(survey: Survey, has_forward_fault: bool) -> Iterator[Finding]:
     """Name parameters without a gradient, whose siblings have one.
 
     Args:
         survey: the readings.
-        is_blamed: whether a fault of the forward explains gradients that are all zero.
+        has_forward_fault: whether a fault of the forward explains gradients that are all zero.
     """
     fired = [r for r in survey.gradients if r.port == "grad"]
     silent = [(path, why) for path, port, why in survey.silent if port == "grad"]
-    is_zero = [r for r in fired if r.numbers.is_zero and not is_blamed]
+    is_zero = [r for r in fired if r.numbers.is_zero and not has_forward_fault]
     silent += [(r.path, "its gradient is all zero") for r in is_zero]
     n_silent = Counter(template_of(path) for path, _ in silent)
     n_alive = Counter(template_of(r.path) for r in fired)
@@ -125,7 +125,7 @@ def frozen_parameters(survey: Survey, is_blamed: bool) -> Iterator[Finding]:
 
 def exploding_or_vanishing(survey: Survey) -> Iterator[Finding]:
     """Name the block at which gradients begin to explode or to vanish on their way back."""
-    trunk_paths = [(r.path, r.call, r.leaf) for r in survey.trunk]
+    trunk_paths = [(r.path, r.call, r.leaf) for r in survey.block_outputs]
     gradients = {
         (r.path, r.call, r.leaf): r
         for r in survey.gradients
@@ -141,10 +141,12 @@ def exploding_or_vanishing(survey: Survey) -> Iterator[Finding]:
     ]
     change = find_change(steps)
     if change is not None:
-        yield _depth_finding(trunk, *change)
+        yield _gradient_change_finding(trunk, *change)
 
 
-def _depth_finding(trunk: Sequence[Reading], first: int, last: int, logarithm: float) -> Finding:
+def _gradient_change_finding(
+    trunk: Sequence[Reading], first: int, last: int, logarithm: float
+) -> Finding:
     block, end = trunk[first], trunk[last]
     kind, verb = kind_and_verb(logarithm)
     text = f"The gradient {verb} {factor_text(logarithm)} on its way back through {block.path}"

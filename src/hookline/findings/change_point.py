@@ -24,7 +24,7 @@ class Change(NamedTuple):
 def find_change(steps: Sequence[float]) -> Change | None:
     """Return the first jump, else the first steady stretch; None without either.
 
-    >>> change_in([0.1, 0.0, 6.0, 0.1])
+    >>> find_change([0.1, 0.0, 6.0, 0.1])
     Change(start=2, end=3, logarithm=6.0)
 
     Args:

@@ -53,7 +53,7 @@ def depth_strip_svg(survey: Survey, findings: Iterable[Finding]) -> str:
     gradients = {(r.path, r.call): r for r in survey.gradients if r.port == "grad_output"}
     twins = [gradients.get((r.path, r.call)) for r in outputs]
     lanes = _lanes(outputs, twins)
-    drawing = _Drawing(outputs, _block_places(survey, outputs))
+    drawing = _StripDrawing(outputs, _block_indices(survey, outputs))
     height = _TOP + sum(lane.height + _GAP for lane in lanes) + _BOTTOM
     parts: list[str] = []
     top = _TOP
@@ -63,7 +63,7 @@ def depth_strip_svg(survey: Survey, findings: Iterable[Finding]) -> str:
     parts += drawing.draw_block_names(height)
     parts += drawing.draw_pins(findings, height)
     if len(outputs) <= _MOST_TITLES:
-        parts += drawing.draw_titles(lanes, height)
+        parts += drawing.draw_tooltips(lanes, height)
     words = f"{plural(len(outputs), 'output')} in firing order: {', '.join(x.name for x in lanes)}"
     return (
         f'<svg role="img" aria-label="{escape_html(words)}" viewBox="0 0 {_WIDTH} {height}"'
@@ -76,7 +76,8 @@ def _lanes(outputs: Sequence[Reading], gradients: Sequence[Reading | None]) -> l
     lanes = [
         _Lane(
             "Spread", "std, forward", "fwd", 48,
-            [_or_none(r.numbers.std) for r in outputs], [r.numbers.n_bad > 0 for r in outputs],
+            [_none_if_not_finite(r.numbers.std) for r in outputs],
+            [r.numbers.n_bad > 0 for r in outputs],
         ),
         _Lane(
             "Zeros", "", "", 26,
@@ -85,7 +86,8 @@ def _lanes(outputs: Sequence[Reading], gradients: Sequence[Reading | None]) -> l
     ]  # fmt: skip
     if any(gradient is not None for gradient in gradients):
         norms = [
-            None if t is None else _or_none(t.numbers.rms * t.numbers.numel**0.5) for t in gradients
+            None if t is None else _none_if_not_finite(t.numbers.rms * t.numbers.numel**0.5)
+            for t in gradients
         ]
         broken = [t is not None and t.numbers.n_bad > 0 for t in gradients]
         lanes.append(_Lane("Gradient", "norm, backward", "bwd", 48, norms, broken))
@@ -98,19 +100,19 @@ def _zero_share(numbers: Numbers) -> float | None:
     return numbers.zeros / numbers.numel if is_read and numbers.numel else None
 
 
-def _block_places(survey: Survey, outputs: Sequence[Reading]) -> list[int]:
+def _block_indices(survey: Survey, outputs: Sequence[Reading]) -> list[int]:
     """Return the places of the repeated blocks; without any, of the modules at the top."""
-    blocks = {(reading.path, reading.call) for reading in survey.trunk}
+    blocks = {(reading.path, reading.call) for reading in survey.block_outputs}
     places = [k for k, r in enumerate(outputs) if (r.path, r.call) in blocks]
     return places or [k for k, r in enumerate(outputs) if r.path and "." not in r.path]
 
 
-def _or_none(number: float) -> float | None:
+def _none_if_not_finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
 @final
-class _Drawing:
+class _StripDrawing:
     """The places of the outputs from left to right, and what is drawn there."""
 
     def __init__(self, outputs: Sequence[Reading], trunk: Sequence[int]) -> None:
@@ -118,7 +120,7 @@ class _Drawing:
         self._trunk = trunk
         self._step = (_WIDTH - _LEFT - _RIGHT) / len(outputs)
 
-    def _x(self, place: int) -> float:
+    def _center_x(self, place: int) -> float:
         return _LEFT + self._step * (place + 0.5)
 
     def draw_lane(self, lane: _Lane, top: int) -> Iterator[str]:
@@ -130,7 +132,7 @@ class _Drawing:
             f'<path d="M{_LEFT} {bottom + 0.5}H{_WIDTH - _RIGHT}" stroke="currentColor"'
             ' opacity=".25"/>'
         )
-        heights, ends = _lane_heights(lane, top)
+        heights, ends = _heights_and_end_texts(lane, top)
         for text, y in zip(ends, (bottom, top + 9), strict=False):
             yield f'<text x="{_LEFT - 6}" y="{y}" text-anchor="end" opacity=".65">{text}</text>'
         yield from (self._curve(lane, heights) if lane.is_log else self._bars(heights, bottom))
@@ -139,7 +141,7 @@ class _Drawing:
     def _curve(self, lane: _Lane, heights: Sequence[float | None]) -> Iterator[str]:
         ink = INKS[lane.ink]
         dots = "".join(
-            f"M{self._x(k):.1f} {y:.1f}h0" for k, y in enumerate(heights) if y is not None
+            f"M{self._center_x(k):.1f} {y:.1f}h0" for k, y in enumerate(heights) if y is not None
         )
         yield (
             f'<path d="{dots}" stroke="{ink}" stroke-width="3" stroke-linecap="round"'
@@ -149,7 +151,7 @@ class _Drawing:
         for place in self._trunk:
             y = heights[place]
             if y is not None:
-                line += f"{pen}{self._x(place):.1f} {y:.1f}"
+                line += f"{pen}{self._center_x(place):.1f} {y:.1f}"
             pen = "M" if y is None else "L"
         yield f'<path d="{line}" fill="none" stroke="{ink}" stroke-width="1.6"/>' * bool(line)
 
@@ -158,7 +160,7 @@ class _Drawing:
         for full, opacity in ((False, ".4"), (True, "1")):
             ink = INKS["warning"] if full else "currentColor"
             path = "".join(
-                f"M{self._x(k) - width / 2:.1f} {bottom}V{y:.1f}h{width:.1f}V{bottom}Z"
+                f"M{self._center_x(k) - width / 2:.1f} {bottom}V{y:.1f}h{width:.1f}V{bottom}Z"
                 for k, y in enumerate(heights)
                 if y is not None and y < bottom and (y <= bottom - 26) == full
             )
@@ -167,7 +169,7 @@ class _Drawing:
     def _draw_non_finite(self, lane: _Lane, top: int) -> Iterator[str]:
         for place, is_bad in enumerate(lane.is_bad):
             if is_bad:
-                x, width = self._x(place) - self._step / 2, max(2.0, self._step)
+                x, width = self._center_x(place) - self._step / 2, max(2.0, self._step)
                 yield (
                     f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{lane.height}"'
                     f' fill="{INKS["error"]}" opacity=".3"/>'
@@ -179,7 +181,7 @@ class _Drawing:
         for place in self._trunk:
             name = self._outputs[place].path.rpartition(".")[2]
             half = len(name) * _SIGN_WIDTH / 2
-            x = self._x(place)
+            x = self._center_x(place)
             if x - half > end and x + half < _WIDTH:
                 yield (
                     f'<text x="{x:.1f}" y="{height - 5}" text-anchor="middle" opacity=".65">'
@@ -193,7 +195,7 @@ class _Drawing:
             place = self._output_index(finding.site)
             if finding.level not in _PINS or place is None:
                 continue
-            ink, x = INKS[finding.level], self._x(place)
+            ink, x = INKS[finding.level], self._center_x(place)
             yield _PINS[finding.level].format(x=x, ink=ink)
             yield f'<path d="M{x:.1f} {_TOP}V{height - _BOTTOM}" stroke="{ink}" opacity=".5"/>'
 
@@ -206,7 +208,7 @@ class _Drawing:
         inside = [k for k, r in enumerate(self._outputs) if path and r.path.startswith(f"{path}.")]
         return next(iter([*alike, *inside]), None)
 
-    def draw_titles(self, lanes: Sequence[_Lane], height: int) -> Iterator[str]:
+    def draw_tooltips(self, lanes: Sequence[_Lane], height: int) -> Iterator[str]:
         """Yield an invisible column for each output, whose title tells its numbers."""
         formats: Mapping[bool, Callable[[float | None], str]] = {True: measure, False: share}
         for place, reading in enumerate(self._outputs):
@@ -217,7 +219,7 @@ class _Drawing:
             ]
             facts += ["NaN or infinity"] * any(lane.is_bad[place] for lane in lanes)
             words = f"{reading.site} ({reading.module_type}): {', '.join(facts)}"
-            x, width = self._x(place) - self._step / 2, self._step
+            x, width = self._center_x(place) - self._step / 2, self._step
             yield (
                 f'<rect x="{x:.1f}" y="{_TOP}" width="{width:.1f}"'
                 f' height="{height - _TOP - _BOTTOM}" fill="transparent">'
@@ -225,7 +227,7 @@ class _Drawing:
             )
 
 
-def _lane_heights(lane: _Lane, top: int) -> tuple[list[float | None], list[str]]:
+def _heights_and_end_texts(lane: _Lane, top: int) -> tuple[list[float | None], list[str]]:
     """Return the height of each number in a lane, and the numbers at its bottom and its top."""
     bottom = top + lane.height
     if not lane.is_log:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hookline.display.text import listed, plural, torch_name
+from hookline.display.text import listed, name_without_torch, plural
 from hookline.display.units import share
 from hookline.findings.finding import Finding, Level
 from hookline.findings.survey import (
@@ -60,13 +60,13 @@ def non_finite_finding(
 
 def non_finite(survey: Survey) -> Iterator[Finding]:
     """Name the first forward value with a NaN or an infinity."""
-    bad = [reading for reading in survey.forward if _is_non_finite(reading, survey)]
+    bad = [reading for reading in survey.inputs_and_outputs if _is_non_finite(reading, survey)]
     if not bad:
         return
     first = bad[0]
     later = [r for r in survey.readings if r.numbers.n_bad and r is not first]
     n_bad = first.numbers.n_bad or first.numbers.n_masked
-    source = survey.input_by_id.get(id(first)) if first.port == "output" else None
+    source = survey.input_by_reading_id.get(id(first)) if first.port == "output" else None
     why = f"{n_bad:,} of {first.numbers.numel:,} elements, the first in firing order."
     if first.port == "input" and first.path:
         why += " Code outside the recorded modules made it, right before this module."
@@ -75,7 +75,7 @@ def non_finite(survey: Survey) -> Iterator[Finding]:
     elif source is not None and not source.numbers.n_bad:
         why += f" The value before it, {source.site}, is finite."
     if later:
-        why += f" {_n_have_text(later, 'later value')} some."
+        why += f" {_count_with_have(later, 'later value')} some."
     advice = f"Look at the weights and the input of {first.path or 'the model'}."
     advice += " hl.check names the operation."
     yield non_finite_finding(first, n_bad, "at", why, advice, later)
@@ -93,7 +93,7 @@ def _is_non_finite(reading: Reading, survey: Survey) -> bool:
 
 
 def _overflow_text(first: Reading, source: Reading) -> str:
-    dtype = torch_name(first.numbers.dtype)
+    dtype = name_without_torch(first.numbers.dtype)
     greatest = max(abs(source.numbers.low), abs(source.numbers.high))
     if first.numbers.dtype is torch.float16 or greatest > _FLOAT16_NEAR:
         most = torch.finfo(first.numbers.dtype).max
@@ -106,19 +106,19 @@ def _overflow_text(first: Reading, source: Reading) -> str:
 def dead_outputs(survey: Survey) -> Iterator[Finding]:
     """Name each output that is all zero while what flows into it is not."""
     own = [r for r in survey.leaf_outputs if not is_pass_through(r.module_type)]
-    alive = {survey.place_in_loop(r): r.call for r in own if not r.numbers.is_zero}
+    alive = {survey.loop_key(r): r.call for r in own if not r.numbers.is_zero}
     zero = [r for r in own if r.numbers.is_zero and r.numbers.numel > _LEAST_NUMEL]
     meant = []
     for reading in zero:
-        if alive.get(survey.place_in_loop(reading), -1) > reading.call:
+        if alive.get(survey.loop_key(reading), -1) > reading.call:
             continue  # a step of a loop, such as one before the first spike
-        source = survey.input_by_id.get(id(reading))
+        source = survey.input_by_reading_id.get(id(reading))
         if source is not None and source.numbers.is_zero:
             continue
         if _is_zero_by_init(reading, survey):
             meant.append(reading)
         else:
-            yield _dead_finding(reading, zero, survey)
+            yield _dead_output_finding(reading, zero, survey)
     if meant:
         text = f"{listed([reading.site for reading in meant], _MOST_NAMED)}: all zero."
         why = "The last layer, or the same place of most blocks: probably initialised to zero."
@@ -131,7 +131,9 @@ def _is_zero_by_init(reading: Reading, survey: Survey) -> bool:
     leaves = survey.leaf_outputs
     if reading is leaves[-1] and is_weighted(reading):
         return True
-    group = next((group for group in survey.series if any(r is reading for r in group)), [reading])
+    group = next(
+        (group for group in survey.sibling_groups if any(r is reading for r in group)), [reading]
+    )
     n_zero = sum(sibling.numbers.is_zero for sibling in group)
     if len(group) < 2 or n_zero < _MOST_ZERO_SIBLINGS * len(group):
         return False
@@ -141,8 +143,8 @@ def _is_zero_by_init(reading: Reading, survey: Survey) -> bool:
     return following is None or not following.numbers.is_zero
 
 
-def _dead_finding(reading: Reading, zero: Sequence[Reading], survey: Survey) -> Finding:
-    source = survey.input_by_id.get(id(reading))
+def _dead_output_finding(reading: Reading, zero: Sequence[Reading], survey: Survey) -> Finding:
+    source = survey.input_by_reading_id.get(id(reading))
     why = "Every element of its output is exactly 0"
     if source is not None and is_activation(reading.module_type) and source.numbers.high <= 0:
         why += f": {source.site} is at most {source.numbers.high:.3g}"
@@ -165,19 +167,19 @@ def dead_channels(survey: Survey) -> Iterator[Finding]:
             continue
         if len(numbers.dead) < _LEAST_DEAD_CHANNELS * numbers.n_channels:
             continue
-        source = survey.input_by_id.get(id(reading))
+        source = survey.input_by_reading_id.get(id(reading))
         if source is not None and set(numbers.dead) <= set(source.numbers.dead):
             continue
         if is_weighted(reading) or is_norm(reading.module_type):
-            yield _channels_finding(reading, "warning", [])
+            yield _dead_channels_finding(reading, "warning", [])
         else:
             notes.append(reading)
     if notes:
         worst = max(notes, key=lambda r: len(r.numbers.dead) / r.numbers.n_channels)
-        yield _channels_finding(worst, "note", notes)
+        yield _dead_channels_finding(worst, "note", notes)
 
 
-def _channels_finding(reading: Reading, level: Level, others: list[Reading]) -> Finding:
+def _dead_channels_finding(reading: Reading, level: Level, others: list[Reading]) -> Finding:
     numbers = reading.numbers
     indices, n_dead = numbers.dead, len(numbers.dead)
     is_run = indices[-1] - indices[0] == n_dead - 1 and n_dead > 1
@@ -199,14 +201,14 @@ def outliers(survey: Survey) -> Iterator[Finding]:
         return
     (distance, first), (farthest, worst) = far[0], max(far, key=lambda pair: pair[0])
     text = f"An element of {first.site} is {distance:.0f} standard deviations from the mean."
-    why = f"{_n_have_text(far)} one beyond {_OUTLIER:g}"
+    why = f"{_count_with_have(far)} one beyond {_OUTLIER:g}"
     why += f"; {worst.site} has the farthest, at {farthest:.0f}." if worst is not first else "."
     advice = "Low precision and quantisation lose the other elements beside it."
     number, sites = f"{distance:.0f} sigma", later_sites([r for _, r in far], first)
     yield Finding("outlier", text, first.site, "note", number, why, advice, sites)
 
 
-def _n_have_text(values: Sequence[Any], noun: str = "value") -> str:
+def _count_with_have(values: Sequence[Any], noun: str = "value") -> str:
     """Say that so many values have something, in words that agree."""
     return f"{plural(len(values), noun)} {'has' if len(values) == 1 else 'have'}"
 
@@ -295,7 +297,7 @@ def _is_inside_alias(path: str, aliases: Iterable[str]) -> bool:
 def odd_dtypes(survey: Survey) -> Iterator[Finding]:
     """Name the sites whose dtype differs from that at the same place of other blocks."""
     odd: list[tuple[Reading, torch.dtype]] = []
-    for group in survey.group_alike([r for r in survey.outputs if r.is_floating]):
+    for group in survey.group_siblings([r for r in survey.outputs if r.is_floating]):
         ((usual, n_usual),) = Counter(r.numbers.dtype for r in group).most_common(1)
         if n_usual > len(group) / 2:
             odd += [(reading, usual) for reading in group if reading.numbers.dtype is not usual]
@@ -303,7 +305,7 @@ def odd_dtypes(survey: Survey) -> Iterator[Finding]:
         return
     place = {id(reading): k for k, reading in enumerate(survey.readings)}
     first, usual = min(odd, key=lambda pair: place[id(pair[0])])
-    got, wanted = (torch_name(d) for d in (first.numbers.dtype, usual))
+    got, wanted = (name_without_torch(d) for d in (first.numbers.dtype, usual))
     text = f"{first.site} is {got}, where other blocks have {wanted}."
     why = f"{plural(len(odd), 'value differs so', 'values differ so')}."
     advice = "Look for a cast, or for a module that was converted alone."
@@ -313,7 +315,7 @@ def odd_dtypes(survey: Survey) -> Iterator[Finding]:
 
 def missing_norms(survey: Survey) -> Iterator[Finding]:
     """Name a place of a norm at which a block has none."""
-    for group in survey.series:
+    for group in survey.sibling_groups:
         others = [r for r in group if not is_norm(r.module_type)]
         if len(group) - len(others) < _LEAST_NORMS * len(others):
             continue
@@ -326,13 +328,14 @@ def missing_norms(survey: Survey) -> Iterator[Finding]:
 def never_called(survey: Survey) -> Iterator[Finding]:
     """Name the selected sites without a value: those whose siblings have one, and the others."""
     silent = [(path, why) for path, port, why in survey.silent if port in ("output", "input")]
-    tops = _topmost(dict.fromkeys(path for path, _ in silent))
+    tops = _topmost_paths(dict.fromkeys(path for path, _ in silent))
     fired = Counter(template_of(path) for path in {reading.path for reading in survey.outputs})
     missed = Counter(map(template_of, tops))
     odd = [
         path
         for path in tops
-        if fired[template_of(path)] > missed[template_of(path)] and _should_run(path, survey)
+        if fired[template_of(path)] > missed[template_of(path)]
+        and _should_run_like_siblings(path, survey)
     ]
     reasons = dict(silent)
     for path in odd:
@@ -349,7 +352,7 @@ def never_called(survey: Survey) -> Iterator[Finding]:
         yield Finding("never called", text, rest[0], "note", number, why, follows=later)
 
 
-def _topmost(paths: Iterable[str]) -> list[str]:
+def _topmost_paths(paths: Iterable[str]) -> list[str]:
     """Leave out the paths inside others."""
     known = set(paths)
     return [
@@ -359,7 +362,7 @@ def _topmost(paths: Iterable[str]) -> list[str]:
     ]
 
 
-def _should_run(path: str, survey: Survey) -> bool:
+def _should_run_like_siblings(path: str, survey: Survey) -> bool:
     """Tell whether a module of a repeated block should run when its siblings do."""
     is_chosen = "expert" in path.lower() or is_pass_through(survey.modules.get(path, ""))
     return "#" in template_of(path) and not is_chosen

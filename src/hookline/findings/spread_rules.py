@@ -60,29 +60,31 @@ def unusual_spreads(survey: Survey) -> Iterator[Finding]:
     unusual layers after the jump.
     """
     place = {reading.site: k for k, reading in reversed(list(enumerate(survey.readings)))}
-    deviations = [d for group in survey.series for d in _deviations_from_siblings(group, survey)]
+    deviations = [
+        d for group in survey.sibling_groups for d in _deviations_from_siblings(group, survey)
+    ]
     deviations = deviations or _deviations_from_earlier(survey)
     deviations.sort(key=lambda deviation: place[deviation.reading.site])
-    jump = _find_jump(survey)
+    jump = _find_spread_change(survey)
     if jump and (not deviations or place[jump.site] < place[deviations[0].reading.site]):
         yield jump
         return
     if not deviations:
-        yield from _note_total_change(survey)
+        yield from _large_total_change(survey)
         return
     first = deviations[0]
-    told = {_series_of(d.reading) for d in deviations if d.logarithm * first.logarithm > 0}
+    told = {_template_and_leaf(d.reading) for d in deviations if d.logarithm * first.logarithm > 0}
     for is_growth in (True, False):
         group = [d for d in deviations if (d.logarithm > 0) == is_growth]
-        if group and (first in group or _series_of(group[0].reading) not in told):
+        if group and (first in group or _template_and_leaf(group[0].reading) not in told):
             yield _deviation_finding(group, survey)
 
 
 def _deviations_from_earlier(survey: Survey) -> list[Deviation]:
     """Return layers without siblings whose output is far above all before, and so is the gain."""
-    with_siblings = {id(reading) for group in survey.series for reading in group}
+    with_siblings = {id(reading) for group in survey.sibling_groups for reading in group}
     highest, odd = math.nan, []
-    for reading in filter(_is_comparable, survey.leaf_outputs):
+    for reading in filter(_has_comparable_spread, survey.leaf_outputs):
         level = log_or_nan(reading.numbers.std)
         is_alone = bool(_LAYERS.search(reading.module_type)) and id(reading) not in with_siblings
         if is_alone and min(level - highest, _log_gain(reading, survey)) > _LEAST_ALONE:
@@ -91,13 +93,13 @@ def _deviations_from_earlier(survey: Survey) -> list[Deviation]:
     return odd[:1]
 
 
-def _series_of(reading: Reading) -> tuple[str, str]:
+def _template_and_leaf(reading: Reading) -> tuple[str, str]:
     return template_of(reading.path), reading.leaf
 
 
 def _deviations_from_siblings(group: Sequence[Reading], survey: Survey) -> list[Deviation]:
     """Return the members whose output and whose gain both deviate, in the same direction."""
-    members = [r for r in group if _is_comparable(r)]
+    members = [r for r in group if _has_comparable_spread(r)]
     if len(members) < _LEAST_MEMBERS:
         return []
     levels = [log_or_nan(r.numbers.std) for r in members]
@@ -109,15 +111,18 @@ def _deviations_from_siblings(group: Sequence[Reading], survey: Survey) -> list[
         by_gain = by_gains.deviation_from_all(k)
         if not by_gain or math.isnan(by_gain):
             continue
-        by_level, by_robust = by_levels.deviation_from_any(k), by_robusts.deviation_from_any(k)
+        by_level, by_robust = (
+            by_levels.deviation_from_all_or_earlier(k),
+            by_robusts.deviation_from_all_or_earlier(k),
+        )
         parts = [by_level, by_gain, *[by_robust] * (not math.isnan(by_robust))]
         if all(part > 0 for part in parts) or all(part < 0 for part in parts):
             odd.append((k, by_level, _ALL if by_levels.deviation_from_all(k) else _BEFORE))
-    odd = _blame_rest_if_odder(odd, levels, gains)
+    odd = _deviations_of_rest_if_odder(odd, levels, gains)
     return [Deviation(members[k], logarithm, others) for k, logarithm, others in odd]
 
 
-def _is_comparable(reading: Reading) -> bool:
+def _has_comparable_spread(reading: Reading) -> bool:
     """Tell whether a spread says something: attention weights follow the number of keys."""
     numbers = reading.numbers
     is_share = numbers.saturated is not None or "Softmax" in reading.module_type
@@ -126,7 +131,7 @@ def _is_comparable(reading: Reading) -> bool:
 
 def _log_gain(reading: Reading, survey: Survey) -> float:
     """Return the logarithm of the output's standard deviation over the input's."""
-    source = survey.input_by_id.get(id(reading))
+    source = survey.input_by_reading_id.get(id(reading))
     if source is None:
         return math.nan
     return log_or_nan(reading.numbers.std) - log_or_nan(source.numbers.std)
@@ -144,11 +149,11 @@ class _Siblings:
     def deviation_from_all(self, k: int) -> float:
         """Return how far a number is from its siblings'; 0 if that is usual for them."""
         usual = self._of_all or _median_and_spread([*self._numbers[:k], *self._numbers[k + 1 :]])
-        return _large_deviation(self._numbers[k], usual)
+        return _deviation_or_zero(self._numbers[k], usual)
 
-    def deviation_from_any(self, k: int) -> float:
+    def deviation_from_all_or_earlier(self, k: int) -> float:
         """Do the same; if a number is not far from all, then beside those before it."""
-        return self.deviation_from_all(k) or _large_deviation(
+        return self.deviation_from_all(k) or _deviation_or_zero(
             self._numbers[k], _median_and_spread(self._numbers[max(k - _N_BEFORE, 0) : k])
         )
 
@@ -162,14 +167,14 @@ def _median_and_spread(numbers: Sequence[float]) -> tuple[float, float]:
     return centre, _NORMAL * statistics.median(abs(number - centre) for number in known)
 
 
-def _large_deviation(number: float, usual: tuple[float, float]) -> float:
+def _deviation_or_zero(number: float, usual: tuple[float, float]) -> float:
     distance = number - usual[0]
     if math.isnan(distance):
         return math.nan
     return distance if abs(distance) > max(_LEAST, _DEVIATIONS * max(usual[1], _FLOOR)) else 0.0
 
 
-def _blame_rest_if_odder(
+def _deviations_of_rest_if_odder(
     odd: list[tuple[int, float, str]], levels: Sequence[float], gains: Sequence[float]
 ) -> list[tuple[int, float, str]]:
     """If the first members deviate, and the gain of the rest is the unusual one, name the rest."""
@@ -189,14 +194,14 @@ def _deviation_finding(group: Sequence[Deviation], survey: Survey) -> Finding:
     first = group[0]
     reading, logarithm = first.reading, first.logarithm
     kind, verb = kind_and_verb(logarithm)
-    source = survey.input_by_id.get(id(reading))
+    source = survey.input_by_reading_id.get(id(reading))
     text = f"The spread {verb} at {reading.site} ({reading.module_type})."
     std = reading.numbers.std
     why = f"Its standard deviation is {std:.3g}; {first.others} is {first.usual:.3g}."
     if source is not None:
         why += f" {source.site} before it has {source.numbers.std:.3g}."
     rest = [d.reading for d in group[1:]]
-    why += f" {plural(len(rest), 'later value')} {_deviates_too(len(rest))}." if rest else ""
+    why += f" {plural(len(rest), 'later value')} {_deviates_too_text(len(rest))}." if rest else ""
     advice = f"Look at the initialisation and the weights of {reading.path}."
     if not is_weighted(reading):
         advice = f"Look at {reading.path} and at what flows into it."
@@ -204,24 +209,24 @@ def _deviation_finding(group: Sequence[Deviation], survey: Survey) -> Finding:
     return Finding(kind, text, reading.site, "warning", number, why, advice, sites)
 
 
-def _deviates_too(n_values: int) -> str:
+def _deviates_too_text(n_values: int) -> str:
     return "deviates by itself, too" if n_values == 1 else "deviate by themselves, too"
 
 
 # -- from block to block -------------------------------------------------------------------------
 
 
-def _find_jump(survey: Survey) -> Finding | None:
+def _find_spread_change(survey: Survey) -> Finding | None:
     """Name the block at which the spread jumps, or from which it grows or shrinks steadily."""
-    trunk = _measured_trunk(survey)
+    trunk = _comparable_block_outputs(survey)
     change = (
         find_change([_log_ratio(*pair) for pair in itertools.pairwise(trunk)]) if trunk else None
     )
-    return None if change is None else _trunk_finding(trunk, change, survey)
+    return None if change is None else _block_change_finding(trunk, change, survey)
 
 
-def _measured_trunk(survey: Survey) -> list[Reading]:
-    trunk = [r for r in survey.trunk if _is_comparable(r)]
+def _comparable_block_outputs(survey: Survey) -> list[Reading]:
+    trunk = [r for r in survey.block_outputs if _has_comparable_spread(r)]
     return trunk if len(trunk) >= _LEAST_MEMBERS else []
 
 
@@ -240,9 +245,9 @@ def _log_ratio(before: Reading, after: Reading) -> float:
     return min(step, robust, key=abs) if step * robust > 0 else 0.0
 
 
-def _note_total_change(survey: Survey) -> Iterator[Finding]:
+def _large_total_change(survey: Survey) -> Iterator[Finding]:
     """Note that the spread changes much from the first block to the last."""
-    trunk = _measured_trunk(survey)
+    trunk = _comparable_block_outputs(survey)
     total = log_or_nan(trunk[-1].numbers.std) - log_or_nan(trunk[0].numbers.std) if trunk else 0.0
     if abs(total) < _LEAST_NOTED:
         return
@@ -254,10 +259,10 @@ def _note_total_change(survey: Survey) -> Iterator[Finding]:
     yield Finding(kind, text, site, "note", number, advice=advice, follows=tuple(sites))
 
 
-def _trunk_finding(trunk: Sequence[Reading], change: Change, survey: Survey) -> Finding:
+def _block_change_finding(trunk: Sequence[Reading], change: Change, survey: Survey) -> Finding:
     first, logarithm = change.start + 1, change.logarithm
     block, before, end = trunk[first], trunk[change.start], trunk[change.end]
-    culprit = _find_culprit(block, before, logarithm, survey)
+    culprit = _find_causing_layer(block, before, logarithm, survey)
     kind, verb = kind_and_verb(logarithm)
     where = f"in {block.site}" if block is end else f"from {block.site} to {end.site}"
     text = f"The spread {verb} {factor_text(logarithm)} {where}"
@@ -267,25 +272,33 @@ def _trunk_finding(trunk: Sequence[Reading], change: Change, survey: Survey) -> 
         f" after {end.site}."
     )
     advice = f"Look at the initialisation, and for a norm that is missing, in {block.path}."
-    if culprit is block and _is_by_own_forward(block, before, survey):
+    if culprit is block and _is_caused_by_own_forward(block, before, survey):
         why += " No value inside has such a spread."
         advice = f"Look at the forward of {block.path} itself, such as at its residual sum."
     number, sites = factor_text(logarithm), later_sites(trunk[first:], culprit)
     return Finding(kind, text, culprit.site, "warning", number, why, advice, sites)
 
 
-def _is_by_own_forward(block: Reading, before: Reading, survey: Survey) -> bool:
+def _is_caused_by_own_forward(block: Reading, before: Reading, survey: Survey) -> bool:
     """Tell whether a block's spread is far from that of its input and of all values inside."""
-    inside = [r for r in survey.inside(block.path) if r.call == block.call and _is_comparable(r)]
+    inside = [
+        r
+        for r in survey.leaf_outputs_inside(block.path)
+        if r.call == block.call and _has_comparable_spread(r)
+    ]
     others = [log_or_nan(r.numbers.std) for r in (*inside, before)]
     level = log_or_nan(block.numbers.std)
     return bool(inside) and all(abs(level - other) > _LEAST for other in others)
 
 
-def _find_culprit(block: Reading, before: Reading, logarithm: float, survey: Survey) -> Reading:
+def _find_causing_layer(
+    block: Reading, before: Reading, logarithm: float, survey: Survey
+) -> Reading:
     """Return the layer inside a block that does it, or the block if none does clearly."""
     sign = 1 if logarithm > 0 else -1
-    inside = [r for r in survey.inside(block.path) if r.call == block.call and is_weighted(r)]
+    inside = [
+        r for r in survey.leaf_outputs_inside(block.path) if r.call == block.call and is_weighted(r)
+    ]
     gains = [(sign * gain, r) for r in inside if not math.isnan(gain := _log_gain(r, survey))]
     best, culprit = max(gains, key=lambda pair: pair[0], default=(0.0, block))
     return culprit if best > _LEAST_CULPRIT else block

@@ -44,7 +44,7 @@ class Survey:
         return [reading for reading in self.readings if reading.port == "output"]
 
     @functools.cached_property
-    def forward(self) -> list[Reading]:
+    def inputs_and_outputs(self) -> list[Reading]:
         """The readings of inputs and outputs."""
         return [reading for reading in self.readings if reading.port in ("output", "input")]
 
@@ -69,7 +69,7 @@ class Survey:
         return [r for r in self.outputs if self.is_leaf(r) and r.is_floating]
 
     @functools.cached_property
-    def input_by_id(self) -> dict[int, Reading]:
+    def input_by_reading_id(self) -> dict[int, Reading]:
         """Map the identity of each leaf's reading to the reading of its input.
 
         It is the recorded input, else the leaf that fired before.
@@ -84,15 +84,15 @@ class Survey:
             previous = reading
         return earlier
 
-    def place_in_loop(self, reading: Reading) -> tuple[str, str, str]:
+    def loop_key(self, reading: Reading) -> tuple[str, str, str]:
         """Return what the steps of a loop have in common: the site, and the module before it.
 
         A layer that a model calls at several places, such as an activation, follows several.
         """
-        return reading.path, reading.leaf, self._path_before[id(reading)]
+        return reading.path, reading.leaf, self._previous_path_by_reading_id[id(reading)]
 
     @functools.cached_property
-    def _path_before(self) -> dict[int, str]:
+    def _previous_path_by_reading_id(self) -> dict[int, str]:
         """Map the identity of each leaf's reading to the path of the leaf that fired before."""
         before, paths = dict[int, str](), [""]
         for reading in self.leaf_outputs:
@@ -102,11 +102,11 @@ class Survey:
         return before
 
     @functools.cached_property
-    def series(self) -> list[list[Reading]]:
+    def sibling_groups(self) -> list[list[Reading]]:
         """Groups of leaf outputs at the same place of repeated blocks, three or more, in order."""
-        return self.group_alike(self.leaf_outputs)
+        return self.group_siblings(self.leaf_outputs)
 
-    def group_alike(self, readings: Sequence[Reading]) -> list[list[Reading]]:
+    def group_siblings(self, readings: Sequence[Reading]) -> list[list[Reading]]:
         """Group readings by their place in repeated blocks; groups of three or more."""
         groups: dict[tuple[str, ...], list[Reading]] = {}
         for reading in readings:
@@ -118,7 +118,7 @@ class Survey:
         return [group for group in groups.values() if len(group) >= _LEAST_SERIES]
 
     @functools.cached_property
-    def trunk(self) -> list[Reading]:
+    def block_outputs(self) -> list[Reading]:
         """The outputs of the repeated blocks in firing order; empty without three of them.
 
         Of several groups of blocks the outermost one counts, then the longest. In a plain
@@ -133,11 +133,13 @@ class Survey:
         outputs, places = list(blocks.values()), repeated_block_indices(list(blocks))
         if not places:
             layers = [reading for reading in self.leaf_outputs if is_weighted(reading)]
-            plain = [row for row in self.group_alike(layers) if template_of(row[0].path)[-1] == "#"]
+            plain = [
+                row for row in self.group_siblings(layers) if template_of(row[0].path)[-1] == "#"
+            ]
             return max(plain, key=len, default=[])
         return [outputs[place] for place in places]
 
-    def inside(self, path: str) -> list[Reading]:
+    def leaf_outputs_inside(self, path: str) -> list[Reading]:
         """Return the leaf outputs inside a module, in firing order."""
         return [r for r in self.leaf_outputs if r.path.startswith(f"{path}.") or r.path == path]
 
@@ -179,7 +181,7 @@ def repeated_block_indices(paths: Sequence[str]) -> list[int]:
 def ancestors_of(path: str) -> list[str]:
     """Return the paths of the modules that hold a module, the root's left out.
 
-    >>> holders_of("a.b.c")
+    >>> ancestors_of("a.b.c")
     ['a', 'a.b']
     """
     parts = path.split(".")
@@ -234,9 +236,11 @@ def kind_and_verb(logarithm: float) -> tuple[str, str]:
 def factor_text(logarithm: float) -> str:
     """Format the factor of a logarithm by a times sign, or by a division sign.
 
-    >>> times_text(math.log(120)) == f"{TIMES}120", times_text(-math.log(33.4)) == f"{DIVIDED}33.4"
-    (True, True)
-    >>> times_text(math.log(94_871)) == f"{TIMES}94,900"
+    >>> factor_text(math.log(120)) == f"{TIMES}120"
+    True
+    >>> factor_text(-math.log(33.4)) == f"{DIVIDED}33.4"
+    True
+    >>> factor_text(math.log(94_871)) == f"{TIMES}94,900"
     True
     """
     factor = f"{math.exp(min(abs(logarithm), 700.0)):.3g}"

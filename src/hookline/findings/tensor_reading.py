@@ -123,7 +123,7 @@ def measure_numbers(tensor: Tensor, module_type: str) -> Numbers:
         counts,
         mean=mean,
         std=std,
-        spread=_spread(_sample(kept)),
+        spread=_spread_by_quartiles(_sample_elements(kept)),
         low=float(kept.min()),
         high=float(kept.max()),
         zeros=len(kept) - int(kept.count_nonzero()),
@@ -133,7 +133,7 @@ def measure_numbers(tensor: Tensor, module_type: str) -> Numbers:
 def _measure_finite(wide: Tensor, known: Numbers, module_type: str) -> Numbers:
     """Read the numbers of a tensor whose elements are all finite."""
     mean, std = _mean_and_std(wide.reshape(-1))
-    sample = _sample(wide)
+    sample = _sample_elements(wide)
     # A sample without a zero has no dead channel, so that counting all elements is not needed.
     zeros = 0 if sample.all() else known.numel - int(wide.count_nonzero())
     dim = channel_dim(wide.dim(), module_type) if 0 < zeros < known.numel else None
@@ -142,7 +142,7 @@ def _measure_finite(wide: Tensor, known: Numbers, module_type: str) -> Numbers:
         known,
         mean=mean,
         std=std,
-        spread=_spread(sample),
+        spread=_spread_by_quartiles(sample),
         zeros=zeros,
         dead=() if dim is None or zeros * n_channels < known.numel else _dead_channels(wide, dim),
         n_channels=n_channels,
@@ -177,7 +177,7 @@ def _dead_channels(tensor: Tensor, dim: int) -> tuple[int, ...]:
     return tuple(tensor.abs().amax(dims).eq(0).nonzero().flatten().tolist())
 
 
-def _sample(tensor: Tensor) -> NDArray[Any]:
+def _sample_elements(tensor: Tensor) -> NDArray[Any]:
     """Return some elements, evenly spaced in memory, and over the indices of each dimension."""
     elements = tensor.reshape(-1)
     wanted = len(elements) // _N_SAMPLED
@@ -186,7 +186,7 @@ def _sample(tensor: Tensor) -> NDArray[Any]:
     return sample
 
 
-def _spread(sample: NDArray[Any]) -> float:
+def _spread_by_quartiles(sample: NDArray[Any]) -> float:
     ordered = np.sort(sample)
     return float(ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]) / _QUARTILES
 
