@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 from hookline.data.buffer_pool import BufferPool
 from hookline.data.fingerprints import N_SAMPLES, WHOLE_BYTES, spread_indices
 from hookline.data.indexed_source import Items, RawBatch
-from hookline.display.text import listed, torch_name
+from hookline.display.text import listed, name_without_torch
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
 from hookline.files.safetensors_file import to_byte_array
@@ -231,7 +231,7 @@ def _dense_rows(array: Any, name: str) -> ArrayRows:
             "\nMake it on the CPU or an accelerator."
         )
     if array.is_nested or array.layout is not torch.strided:
-        kind = "nested" if array.is_nested else torch_name(array.layout)
+        kind = "nested" if array.is_nested else name_without_torch(array.layout)
         dense = "to_padded_tensor(0.0)" if array.is_nested else "to_dense()"
         raise InputError(
             f"{name} must be a dense tensor, whose rows can be cut out, got a {kind} one."
@@ -271,5 +271,5 @@ def _shape_and_fingerprint(rows: ArrayRows) -> dict[str, Any]:
         ranges = [(row, row + 1) for row in spread_indices(n, most)]
     for start, stop in ranges:
         digest.update(to_byte_array(rows.read(start, stop)).data)
-    dtype = torch_name(first.dtype)
+    dtype = name_without_torch(first.dtype)
     return {"shape": list(rows.shape), "dtype": dtype, "fingerprint": digest.hexdigest()}

@@ -18,10 +18,10 @@ from hookline.display.wrapped_text import (
     LEAST_WIDTH,
     Cell,
     Line,
-    lines_of,
+    cell_lines,
     terminal_width,
+    wrap_cell,
     wrap_titled,
-    wrapped,
 )
 from hookline.util.optional_imports import require
 
@@ -44,7 +44,7 @@ class Printout:
     # The lines about the exception that ended the run, below the totals.
     failure: Sequence[str] = ()
     notes: Sequence[Cell] = ()  # texts below all others
-    quiet: Collection[int] = ()  # the indices of rows that are dimmed in a terminal
+    dim_rows: Collection[int] = ()  # the indices of rows that are dimmed in a terminal
     n_rows: int | None = None  # the number of rows that exist; None if `rows` has all of them
     most_lines: int | None = None  # the most rows of the text; None prints all
     more: str = "rows"  # the name of the rows, and the attribute that has all of them
@@ -79,11 +79,14 @@ class Printout:
         head = wrap_titled(self.title, self.head, width) if self.title else []
         notes = width - 2 * self.is_compact
         parts = [
-            head or wrapped(self.head, width),
-            table.lines(set(self.quiet), is_ruled=not self.is_compact) if rows else [],
-            *[wrapped(note, notes) for note in (*self._more_rows(len(rows)), *table.notes(width))],
+            head or wrap_cell(self.head, width),
+            table.lines(set(self.dim_rows), is_ruled=not self.is_compact) if rows else [],
+            *[
+                wrap_cell(note, notes)
+                for note in (*self._more_rows_note(len(rows)), *table.notes(width))
+            ],
             total_lines(self.totals, notes),
-            *[wrapped(note, notes) for note in (self._failure_cell(), *self.notes)],
+            *[wrap_cell(note, notes) for note in (self._failure_cell(), *self.notes)],
         ]
         if not self.is_compact:
             return [line for part in parts if part for line in [[], *part]][1:]
@@ -108,7 +111,7 @@ class Printout:
         head = f"<b>{escape_html(self.title)}</b>" * bool(self.title)
         head += escape_html(self.head).replace("\n", "<br>")
         totals = [f"<b>{escape_html(label)}</b> {_cell_html(text)}" for label, text in self.totals]
-        more = [[(text, "dim")] for text in self._more_rows(len(rows))]
+        more = [[(text, "dim")] for text in self._more_rows_note(len(rows))]
         notes = map(_cell_html, (self._failure_cell(), *self.notes))
         above = f"<p>{head}</p>" * bool(head)
         below = [text for text in (*map(_cell_html, more), "<br>".join(totals), *notes) if text]
@@ -125,7 +128,7 @@ class Printout:
             for place, column in enumerate(self.headings)
         ]
 
-    def _more_rows(self, n_shown: int) -> list[str]:
+    def _more_rows_note(self, n_shown: int) -> list[str]:
         n_rows = len(self.rows) if self.n_rows is None else self.n_rows
         return [f"… and {n_rows - n_shown:,} more {self.more}"] * (n_rows > n_shown)
 
@@ -219,7 +222,7 @@ _CLASSES = {"number": ' class="number"', "prose": ' class="wrap"'}
 def _cell_html(cell: Cell) -> str:
     """Escape a cell. Its lines become lines, and its indentation em spaces."""
     lines = []
-    for text, style in lines_of(cell):
+    for text, style in cell_lines(cell):
         line = text.lstrip(" ")
         shown = "\u2003" * (len(text) - len(line)) + escape_html(line)
         lines.append(f'<span class="quiet">{shown}</span>' if style == "dim" else shown)

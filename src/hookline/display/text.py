@@ -46,10 +46,10 @@ def pick_evenly(items: Sequence[_Item], n: int) -> list[_Item]:
     return [items[round(k * (len(items) - 1) / max(n - 1, 1))] for k in range(n)]
 
 
-def torch_name(thing: object) -> str:
+def name_without_torch(thing: object) -> str:
     """Name a dtype, layout or the like of torch without `torch.`.
 
-    >>> torch_name(torch.bfloat16), torch_name(torch.strided)
+    >>> name_without_torch(torch.bfloat16), name_without_torch(torch.strided)
     ('bfloat16', 'strided')
     """
     return str(thing).removeprefix("torch.")
@@ -104,10 +104,10 @@ def escape_html(text: str) -> str:
     return html.escape(text if text.isprintable() else escape_invisible(text))
 
 
-def escape_unprintable(text: str) -> str:
+def escape_to_one_line(text: str) -> str:
     """Escape all characters that do not print, newlines included.
 
-    >>> print(escape_unprintable("a\\nb"))
+    >>> print(escape_to_one_line("a\\nb"))
     a\\nb
     """
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
@@ -115,7 +115,7 @@ def escape_unprintable(text: str) -> str:
 
 def shorten(text: str, most: int) -> str:
     """Shorten a text by cutting out its middle, because paths differ at their ends."""
-    text = escape_unprintable(text)
+    text = escape_to_one_line(text)
     if len(text) <= most:
         return text
     tail = (most - 1) * 2 // 3

@@ -11,13 +11,13 @@ from hookline.display.wrapped_text import (
     UNIT,
     Cell,
     Line,
-    lines_of,
+    cell_lines,
     text_width,
     wrap,
-    wrapped,
+    wrap_cell,
 )
 
-_STRUCTURE_WIDTH = 40  # nested structures are wrapped at this width even where there is more room
+_STRUCTURE_WIDTH = 40  # nested structures are wrap_cell at this width even where there is more room
 _PROSE_WIDTH = 20  # columns are left out before prose gets narrower than this
 _GAP = "  "
 
@@ -29,7 +29,7 @@ class Heading:
 
     name: str  # the text in the header
     # A "number" stands on the right. A "path" is never cut. A "structure", such as a shape, is
-    # wrapped between its parts, and "prose" between words; where there is no room beside the
+    # wrap_cell between its parts, and "prose" between words; where there is no room beside the
     # others, prose stands below the row.
     kind: Literal["text", "number", "path", "structure", "prose"] = "text"
     # The order in which columns are left out where there is no room for all; 1 goes first, columns
@@ -45,10 +45,10 @@ class TextTable:
         self, columns: Sequence[Heading | None], rows: Sequence[Sequence[Cell]], width: int
     ) -> None:
         self._width = width
-        self._columns = {place: column for place, column in enumerate(columns) if column}
+        self._columns = {index: column for index, column in enumerate(columns) if column}
         self._left_out: dict[str, None] = {}
         self._below: list[int] = []  # columns whose cells have lines of their own
-        self._cells = [{place: lines_of(row[place]) for place in self._columns} for row in rows]
+        self._cells = [{index: cell_lines(row[index]) for index in self._columns} for row in rows]
         self._widths = self._fit_widths()
 
     def notes(self, width: int) -> list[str]:
@@ -58,108 +58,112 @@ class TextTable:
         names = ", ".join(self._left_out)
         return [f"Left out at {width} columns: {names}. A wider terminal shows them."]
 
-    def lines(self, quiet: Collection[int], *, is_ruled: bool) -> list[Line]:
+    def lines(self, dim_rows: Collection[int], *, is_ruled: bool) -> list[Line]:
         """Return the lines of the header and of all rows."""
         header: dict[int, list[tuple[str, str]]] = {
-            place: [(column.name, "bold")] for place, column in self._columns.items()
+            index: [(column.name, "bold")] for index, column in self._columns.items()
         }
-        lines = [*self._lay_out(header)]
+        lines = [*self._row_lines(header)]
         if is_ruled:
             length = sum(self._widths.values()) + len(_GAP) * (len(self._widths) - 1)
             lines.append([("-" * length, "dim")])
         for number, cells in enumerate(self._cells):
-            style = "dim" if number in quiet else ""
-            lines += [[(text, own or style) for text, own in line] for line in self._lay_out(cells)]
+            style = "dim" if number in dim_rows else ""
+            lines += [
+                [(text, own or style) for text, own in line] for line in self._row_lines(cells)
+            ]
         return lines
 
     def _fit_widths(self) -> dict[int, int]:
         """Leave out columns without room, and return the widths of the others."""
-        least = {place: self._least_width(place) for place in self._columns}
-        places = [place for place in self._columns if self._columns[place].gives_way]
-        places.sort(key=lambda place: self._columns[place].gives_way)
+        least = {index: self._least_width(index) for index in self._columns}
+        places = [index for index in self._columns if self._columns[index].gives_way]
+        places.sort(key=lambda index: self._columns[index].gives_way)
         # Where these do not suffice, columns go from the right.
         while sum(least.values()) + len(_GAP) * (len(least) - 1) > self._width and len(least) > 1:
             order = self._columns[places[0]].gives_way if places else 0
-            going = [place for place in places if self._columns[place].gives_way == order]
+            going = [index for index in places if self._columns[index].gives_way == order]
             if not going and self._columns[max(least)].kind == "prose":  # it says what matters
                 self._below.append(max(least))
                 del least[max(least)]
                 continue
             going = going or [max(least)]
             self._left_out[self._columns[going[0]].name] = None
-            for place in going:
-                del least[place], self._columns[place]
-            places = [place for place in places if place in least]
+            for index in going:
+                del least[index], self._columns[index]
+            places = [index for index in places if index in least]
         room = self._width - sum(least.values()) - len(_GAP) * (len(least) - 1)
-        for place in sorted(least, key=lambda place: (place > 0, self._natural_width(place))):
-            width = max(min(self._natural_width(place), least[place] + room), least[place])
-            if self._columns[place].kind == "path":  # more than its longest path is of no use
-                width = max(length for length in self._lengths(place) if length <= width)
-            room -= width - least[place]
-            least[place] = width
+        for index in sorted(least, key=lambda index: (index > 0, self._natural_width(index))):
+            width = max(min(self._natural_width(index), least[index] + room), least[index])
+            if self._columns[index].kind == "path":  # more than its longest path is of no use
+                width = max(length for length in self._line_widths(index) if length <= width)
+            room -= width - least[index]
+            least[index] = width
         return least
 
-    def _lengths(self, place: int) -> list[int]:
-        lines = [text_width(text) for cells in self._cells for text, _ in cells[place]]
-        return [text_width(self._columns[place].name), *lines]
+    def _line_widths(self, index: int) -> list[int]:
+        lines = [text_width(text) for cells in self._cells for text, _ in cells[index]]
+        return [text_width(self._columns[index].name), *lines]
 
-    def _natural_width(self, place: int) -> int:
-        widest = max(self._lengths(place))
-        is_structure = self._columns[place].kind == "structure"
+    def _natural_width(self, index: int) -> int:
+        widest = max(self._line_widths(index))
+        is_structure = self._columns[index].kind == "structure"
         return min(widest, _STRUCTURE_WIDTH) if is_structure else widest
 
-    def _least_width(self, place: int) -> int:
+    def _least_width(self, index: int) -> int:
         """Return the width below which the column is left out, or its long cells are moved."""
-        kind = self._columns[place].kind
+        kind = self._columns[index].kind
         if kind == "path":  # a path longer than half of the width has a line of its own
-            return max(length for length in self._lengths(place) if length <= self._width // 2)
+            return max(length for length in self._line_widths(index) if length <= self._width // 2)
         if kind in ("text", "number"):
-            return self._natural_width(place)
+            return self._natural_width(index)
         units = [
             text_width(unit)
             for cells in self._cells
-            for text, _ in cells[place]
+            for text, _ in cells[index]
             for unit in UNIT.findall(text)
         ]
         longest = max((length for length in units if length <= self._width // 2), default=0)
         least = longest if kind == "structure" else max(longest, _PROSE_WIDTH)
-        return max(min(self._natural_width(place), least), text_width(self._columns[place].name))
+        return max(min(self._natural_width(index), least), text_width(self._columns[index].name))
 
-    def _lay_out(self, cells: Mapping[int, list[tuple[str, str]]]) -> Iterable[Line]:
+    def _row_lines(self, cells: Mapping[int, list[tuple[str, str]]]) -> Iterable[Line]:
         """Lay out a row. A cell with a part that is wider than its column has its own lines."""
         first = next(iter(self._widths))
         beside: dict[int, Line] = {}
         above: list[Line] = []
         below: list[int] = []
-        for place, width in self._widths.items():
+        for index, width in self._widths.items():
             lines = [
-                piece for text, style in cells[place] for piece in self._fold(place, text, style)
+                piece
+                for text, style in cells[index]
+                for piece in self._wrap_text(index, text, style)
             ]
             if all(text_width(text) <= width for text, _ in lines):
-                beside[place] = lines
-            elif place == first:
+                beside[index] = lines
+            elif index == first:
                 above += [[line] for line in lines]
             else:
-                below.append(place)
+                below.append(index)
         yield from above
         for number in range(max((len(lines) for lines in beside.values()), default=0)):
             yield self._line_of_cells(beside, number)
-        for place in [*below, *self._below]:
-            yield from ([("    ", ""), *line] for line in wrapped(cells[place], self._width - 4))
+        for index in [*below, *self._below]:
+            yield from ([("    ", ""), *line] for line in wrap_cell(cells[index], self._width - 4))
 
-    def _fold(self, place: int, text: str, style: str) -> Line:
-        if self._columns[place].kind in ("structure", "prose"):
-            return [(line, style) for line in wrap(text, self._widths[place])]
+    def _wrap_text(self, index: int, text: str, style: str) -> Line:
+        if self._columns[index].kind in ("structure", "prose"):
+            return [(line, style) for line in wrap(text, self._widths[index])]
         return [(text, style)]
 
     def _line_of_cells(self, cells: Mapping[int, Line], number: int) -> Line:
         """Return a line of cells that stand side by side."""
         line: Line = []
-        for place, width in self._widths.items():
-            lines = cells.get(place, [])
+        for index, width in self._widths.items():
+            lines = cells.get(index, [])
             text, style = lines[number] if number < len(lines) else ("", "")
             space = " " * (width - text_width(text))
-            is_number = self._columns[place].kind == "number"
+            is_number = self._columns[index].kind == "number"
             line += [(_GAP, "")] * bool(line)
             line += [(space, ""), (text, style)] if is_number else [(text, style), (space, "")]
         return line
@@ -171,11 +175,11 @@ def total_lines(totals: Sequence[tuple[str, Cell]], width: int) -> list[Line]:
     lines: list[Line] = []
     for label, cell in totals:
         room = max(width - label_width, LEAST_WIDTH // 4)
-        texts = wrapped(cell, room)
+        texts = wrap_cell(cell, room)
         if any(text_width(line) > room for [(line, _)] in texts):  # a shape that is not broken
             lines += [
                 [(label, "bold")],
-                *[[("  ", ""), *text] for text in wrapped(cell, width - 2)],
+                *[[("  ", ""), *text] for text in wrap_cell(cell, width - 2)],
             ]
             continue
         spaces = " " * (label_width - text_width(label))

@@ -36,9 +36,11 @@ def wrap(text: str, width: int, hanging: str = "") -> list[str]:
     return lines
 
 
-def wrapped(cell: Cell, width: int) -> list[Line]:
+def wrap_cell(cell: Cell, width: int) -> list[Line]:
     """Break the lines of a cell between words."""
-    return [[(line, style)] for text, style in lines_of(cell) for line in wrap(text, width) if text]
+    return [
+        [(line, style)] for text, style in cell_lines(cell) for line in wrap(text, width) if text
+    ]
 
 
 def wrap_titled(title: str, text: str, width: int) -> list[Line]:
@@ -48,7 +50,7 @@ def wrap_titled(title: str, text: str, width: int) -> list[Line]:
     return [[(first[:cut], "bold"), (first[cut:], "")], *[[(line, "")] for line in rest]]
 
 
-def lines_of(cell: Cell) -> list[tuple[str, str]]:
+def cell_lines(cell: Cell) -> list[tuple[str, str]]:
     """Return the lines of a cell, each with its style, without invisible characters."""
     pieces = [(cell, "")] if isinstance(cell, str) else cell
     return [(line, style) for text, style in pieces for line in escape_invisible(text).split("\n")]

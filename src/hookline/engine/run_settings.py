@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from hookline.display.text import torch_name
+from hookline.display.text import name_without_torch
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.site import paths_above
 from hookline.engine.torch_private.modes import float32_precision
@@ -136,7 +136,7 @@ def settings_from(noted: RawSettings | Settings | None) -> Settings | None:
             if _mode_of_first_path(modes, paths_above(path)) is not mode
         },
         {
-            device: torch_name(dtype)
+            device: name_without_torch(dtype)
             for device, dtype in zip(_DEVICES, (cpu, cuda), strict=True)
             if dtype
         },

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.display.text import torch_name
+from hookline.display.text import name_without_torch
 from hookline.engine import is_dtensor, layout_json, local_part
 from hookline.engine.pytree import describe, tree
 from hookline.files.safetensors_file import DTYPE_NAMES
@@ -75,7 +75,7 @@ def encode(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
     if isinstance(value, torch.Size):
         return {"size": list(value)}
     if isinstance(value, torch.dtype | torch.device):
-        return {type(value).__name__: torch_name(value)}
+        return {type(value).__name__: name_without_torch(value)}
     return _encode_parts(value, store_tensor, lost)
 
 

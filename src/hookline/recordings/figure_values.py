@@ -9,7 +9,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hookline.display.text import plural, torch_name
+from hookline.display.text import name_without_torch, plural
 from hookline.engine import Selection, Site, normalize_root
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, InputError, NotRecordedError, OverwrittenError
@@ -86,7 +86,7 @@ class Value:
     @property
     def form(self) -> str:
         """The shape, dtype and pass: `[1, 64, 56, 56] float32, pass 1`."""
-        dtype = torch_name(self.tensor.dtype)
+        dtype = name_without_torch(self.tensor.dtype)
         return f"{describe.shape(self.tensor)} {dtype}" + f", {self.where}" * bool(self.where)
 
 

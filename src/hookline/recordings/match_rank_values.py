@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.display.text import torch_name
+from hookline.display.text import name_without_torch
 from hookline.engine import format_by_rank, is_dtensor
 from hookline.engine.pytree import describe, tree
 from hookline.errors import RanksError
@@ -118,7 +118,7 @@ def _leaf_node(value: Any, at: str, *, is_attribute: bool) -> Node | None:
     """Describe a leaf that ranks can combine or compare; None for other values."""
     if isinstance(value, Tensor):
         kind = "dtensor" if is_dtensor(value) else "plain"
-        dtype = torch_name(value.dtype)
+        dtype = name_without_torch(value.dtype)
         return None if value.is_nested else {**_node(at, kind, dtype), "shape": [*value.shape]}
     if type(value) is np.ndarray and _has_torch_dtype(value):
         return {**_node(at, "array", str(value.dtype)), "shape": [*value.shape]}

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hookline.display.results import Printout
-from hookline.display.text import listed, plural, torch_name
+from hookline.display.text import listed, name_without_torch, plural
 from hookline.display.text_table import Heading
 from hookline.engine import Pass, Site, local_shards
 from hookline.engine.pytree import describe, tree
@@ -144,7 +144,7 @@ def _shapes_and_dtypes(
                 continue
             forms[number][describe.shape_or_structure(value)] = None
             for _, tensor in tree.tensors(value):
-                dtypes[number][torch_name(tensor.dtype)] = None
+                dtypes[number][name_without_torch(tensor.dtype)] = None
     return {number: (_list_texts(forms[number]), _list_texts(dtypes[number])) for number in numbers}
 
 

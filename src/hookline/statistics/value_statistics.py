@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.display.text import torch_name
+from hookline.display.text import name_without_torch
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
@@ -145,7 +145,7 @@ def moments_to_statistics(moments: Moments, shape: str, dtype: torch.dtype) -> S
         non_finite=moments.non_finite,
         numel=moments.count,
         shape=shape,
-        dtype=torch_name(dtype),
+        dtype=name_without_torch(dtype),
     )
 
 

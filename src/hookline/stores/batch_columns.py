@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, final
 import torch
 from torch import Tensor
 
-from hookline.display.text import listed, torch_name
+from hookline.display.text import listed, name_without_torch
 from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, StructureError, warn
@@ -108,7 +108,7 @@ def _check_dense(name: str, tensor: Tensor) -> None:
     if tensor.is_nested:
         actual, remedy = "a nested one", "keep=lambda t: t.to_padded_tensor(0.0)"
     elif tensor.layout is not torch.strided:
-        actual, remedy = f"a {torch_name(tensor.layout)} one", "keep=lambda t: t.to_dense()"
+        actual, remedy = f"a {name_without_torch(tensor.layout)} one", "keep=lambda t: t.to_dense()"
     elif tensor.is_quantized:
         actual, remedy = f"one of {tensor.dtype}", "keep=lambda t: t.dequantize()"
     elif tensor.dtype not in DTYPE_NAMES:

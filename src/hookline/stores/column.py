@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
-from hookline.display.text import plural, torch_name
+from hookline.display.text import name_without_torch, plural
 from hookline.engine import hide_from_dir
 from hookline.errors import StructureError
 from hookline.files.safetensors_file import DTYPES
@@ -392,7 +392,7 @@ class Column:
 
     def __repr__(self) -> str:
         kind = "token" if self._form.per_token else "item"
-        dtype = torch_name(self.dtype)
+        dtype = name_without_torch(self.dtype)
         return (
             f"Column {self.name!r}: {plural(self._length, 'row')} of {list(self._form.shape)}"
             f" {dtype}, one for each {kind}"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.display.results import Printout, Result
-from hookline.display.text import first_line, plural, torch_name
+from hookline.display.text import first_line, name_without_torch, plural
 from hookline.display.text_table import Heading
 from hookline.display.units import measure, size
 from hookline.engine import Selection, Site, parse_site
@@ -595,7 +595,7 @@ class Store(Result):
             {
                 "site": name,
                 "shape": self._columns[name].shape,
-                "dtype": torch_name(self._columns[name].dtype),
+                "dtype": name_without_torch(self._columns[name].dtype),
                 "bytes": self._columns[name].nbytes,
                 "statistics": _moments_to_dict(self.statistics.get(name)),
             }
@@ -608,7 +608,7 @@ class Store(Result):
             column, moments = self._columns[name], self.statistics.get(name, Moments())
             mean, std = (moments.mean, moments.std) if moments.finite else (None, None)
             rows.append((
-                name, f"{list(column.shape)}", torch_name(column.dtype),
+                name, f"{list(column.shape)}", name_without_torch(column.dtype),
                 "token" if column.is_ragged else "item", measure(mean), measure(std),
                 f"{moments.non_finite:,}", size(column.nbytes),
             ))  # fmt: skip

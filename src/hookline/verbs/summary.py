@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hookline.display.results import Printout, Result
-from hookline.display.text import torch_name
+from hookline.display.text import name_without_torch
 from hookline.display.text_table import Heading
 from hookline.display.units import count, size
 from hookline.display.wrapped_text import Cell
@@ -185,7 +185,7 @@ class Summary(Result):
             totals=_totals(self),
             notes=[[(missing_formulas_text(lacking), "dim")]] if lacking else [],
             failure=("The run failed", self.failure) if self.failure else (),
-            quiet={place for place, row in enumerate(self.rows) if self.ran and not row.calls},
+            dim_rows={place for place, row in enumerate(self.rows) if self.ran and not row.calls},
             more="modules: .rows",
         )
 
@@ -297,7 +297,7 @@ class _RowFiller:
         tensors = [unwrap_all_transforms(tensor) for _, tensor in tree.tensors(value)]
         row.output_bytes += describe.n_bytes(tensors)
         if tensors and not row.dtype:
-            row.dtype = torch_name(tensors[0].dtype)
+            row.dtype = name_without_torch(tensors[0].dtype)
 
 
 def describe_modules(line: Line, model: nn.Module) -> tuple[Summary, dict[str, Row]]:

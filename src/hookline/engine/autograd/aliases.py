@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.display.text import torch_name
+from hookline.display.text import name_without_torch
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.identity_map import IdentityMap
 from hookline.errors import AttachError
@@ -132,7 +132,7 @@ def refuse_unaliasable(name: str, values: tuple[Any, ...]) -> None:
     """
     for tensor in _tensors(values, tuples_only=True):
         if torch.is_grad_enabled() and tensor.requires_grad and not can_be_aliased(tensor):
-            kind = "nested" if tensor.is_nested else torch_name(tensor.layout)
+            kind = "nested" if tensor.is_nested else name_without_torch(tensor.layout)
             raise AttachError(
                 f"{name} takes a {kind} tensor, of which torch makes no alias, so a raw backward"
                 " hook cannot be given its gradient."

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookline.display.text import torch_name
+from hookline.display.text import name_without_torch
 from hookline.engine import (
     has_process_group,
     running_node_traceback,
@@ -316,7 +316,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def measure(name: str, tensor: Tensor) -> Measured:
     """Measure a tensor."""
-    dtype = torch_name(tensor.dtype)
+    dtype = name_without_torch(tensor.dtype)
     can_measure = is_readable if tensor.dtype in _INTEGERS else is_measurable
     numbers = plain_moments(tensor) if can_measure(tensor) else None
     return Measured(name, tuple(tensor.shape), dtype, numbers)

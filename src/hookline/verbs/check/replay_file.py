@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hookline.display.text import first_line, torch_name, type_and_line
+from hookline.display.text import first_line, name_without_torch, type_and_line
 from hookline.engine import module_tree, path_text
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError, ModelError, NonFiniteError
@@ -72,7 +72,7 @@ class SavedCall:
             "rng": put(self.rng),
             "gradients": [put(grad) for grad in self.gradients],
             "training": self.training,
-            "autocast": [(device, torch_name(dtype)) for device, dtype in autocast],
+            "autocast": [(device, name_without_torch(dtype)) for device, dtype in autocast],
             "lost": lost,
         }
         finding = self.finding

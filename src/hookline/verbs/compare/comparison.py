@@ -167,7 +167,7 @@ class Comparison(RowsResult[ComparedSite]):
             head="\n".join(lines),
             headings=_HEADINGS,
             rows=[cells for cells, _ in folded],
-            quiet=[number for number, (_, is_quiet) in enumerate(folded) if is_quiet],
+            dim_rows=[number for number, (_, is_quiet) in enumerate(folded) if is_quiet],
             most_lines=_MOST_LINES,
             more="lines: .rows",
         )

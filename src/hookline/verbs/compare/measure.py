@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.display.text import first_line, torch_name
+from hookline.display.text import first_line, name_without_torch
 from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
@@ -91,7 +91,9 @@ def measure_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
     if not are_nested and tuple(a.shape) != tuple(b.shape):
         return result._replace(why=f"shapes {_shape(a)} and {_shape(b)}")
     if _has_fractions(a.dtype) != _has_fractions(b.dtype):
-        return result._replace(why=f"dtypes {torch_name(a.dtype)} and {torch_name(b.dtype)}")
+        return result._replace(
+            why=f"dtypes {name_without_torch(a.dtype)} and {name_without_torch(b.dtype)}"
+        )
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _measure_tensors(result, a, b)
     return result._replace(gap=_measure_columns(a, b))
@@ -104,7 +106,7 @@ def _measure_tensors(result: Measured, a: Tensor, b: Tensor) -> Measured:
     try:
         gap = difference(a, b)
     except NotImplementedError:  # packed dtypes
-        return result._replace(why=f"torch cannot read numbers of {torch_name(a.dtype)}")
+        return result._replace(why=f"torch cannot read numbers of {name_without_torch(a.dtype)}")
     except RuntimeError as error:  # large sparse tensors
         return result._replace(why=first_line(error))
     if math.isinf(gap.worst_element) and gap.problem.startswith("shapes"):  # of nested tensors
@@ -184,7 +186,7 @@ def holds_number(value: Any, leaf: Leaf) -> bool:
 
 
 def _form(array: Array) -> str:
-    return f"{_shape(array)} {torch_name(array.dtype)}"
+    return f"{_shape(array)} {name_without_torch(array.dtype)}"
 
 
 def _shape(array: Array) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from hookline.display.text import first_line, listed, torch_name
+from hookline.display.text import first_line, listed, name_without_torch
 from hookline.engine import module_tree, path_text, require_model
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.describe import leaf_text
@@ -328,7 +328,7 @@ def _run_both(
             wide = [cast_model(model, torch.float64) for model in copies]
             runs = [ModelRun(model, _run(model, _cast(inputs, torch.float64))) for model in wide]
         except Exception as error:  # a kernel without float64, a forward that is bound to a model
-            name = torch_name(coarser)
+            name = name_without_torch(coarser)
             text = f"float64 is not tried, so the floors are of {name}: {first_line(error)}"
             remarks.append(Finding("floor", text))
         else:

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import torch
 
-from hookline.display.text import torch_name
+from hookline.display.text import name_without_torch
 from hookline.engine import (
     NO_BACKWARD,
     ModuleNode,
@@ -92,7 +92,7 @@ def _takes_no_gradient(node: ParameterNode) -> Why | None:
     if tensor.requires_grad:
         return None
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        return Why(f"it is {torch_name(tensor.dtype)}, which has no gradient", _FLOAT_MODEL)
+        return Why(f"it is {name_without_torch(tensor.dtype)}, which has no gradient", _FLOAT_MODEL)
     return Why("it is frozen: requires_grad is False", "call requires_grad_() on it")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookline.display.text import plural, torch_name
+from hookline.display.text import name_without_torch, plural
 from hookline.engine import ModuleNode, dynamo_config, is_compiled, may_have_compiled, path_text
 from hookline.engine.report.known_faults import known_faults_here
 from hookline.verbs.doctor.causes_of_silence import Facts, runs_differed
@@ -65,7 +65,7 @@ def environment(model: nn.Module) -> dict[str, str]:
         "parameters": ", ".join([*_torch_names(t.device for t in tensors),
                                  *_torch_names(p.dtype for p in model.parameters())]) or "none",
         "default device": str(torch.get_default_device()),
-        "default dtype": torch_name(torch.get_default_dtype()),
+        "default dtype": name_without_torch(torch.get_default_dtype()),
         "dynamo": "has compiled code" if may_have_compiled() else dynamo,
     }  # fmt: skip
 
@@ -215,7 +215,9 @@ def _devices_and_dtypes(model: nn.Module) -> Iterator[Note]:
             f"parameters and buffers are on several: {_few_of(list(devices))}",
             "give hl.record(..., device='cpu') to keep values on one",
         )
-    dtypes = Counter(torch_name(p.dtype) for p in model.parameters() if p.is_floating_point())
+    dtypes = Counter(
+        name_without_torch(p.dtype) for p in model.parameters() if p.is_floating_point()
+    )
     if len(dtypes) > 1:
         yield Note(
             "dtypes",
@@ -283,11 +285,14 @@ def _backward_and_profiler(facts: Facts) -> Iterator[Note]:
 def _autocast(tensors: list[Any]) -> str:
     kinds = sorted({"cpu", *(tensor.device.type for tensor in tensors)} - {"meta"})
     on = filter(torch.is_autocast_enabled, kinds)
-    return ", ".join(f"{kind} {torch_name(torch.get_autocast_dtype(kind))}" for kind in on) or "off"
+    return (
+        ", ".join(f"{kind} {name_without_torch(torch.get_autocast_dtype(kind))}" for kind in on)
+        or "off"
+    )
 
 
 def _torch_names(values: Iterable[Any]) -> list[str]:
-    return list(dict.fromkeys(torch_name(value) for value in values))
+    return list(dict.fromkeys(name_without_torch(value) for value in values))
 
 
 def _few_of(texts: list[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hookline.display.text import torch_name
+from hookline.display.text import name_without_torch
 from hookline.engine import (
     Bound,
     GradientCallback,
@@ -83,7 +83,7 @@ class SiteValue:
         self.is_floating = any(t.is_floating_point() or t.is_complex() for t in tensors)
         self.needs_grad = any(tensor.requires_grad for tensor in tensors)
         self.is_quantised = bool(tensors) and tensors[0].is_quantized
-        self.dtype = torch_name(tensors[0].dtype) if tensors else ""
+        self.dtype = name_without_torch(tensors[0].dtype) if tensors else ""
 
 
 @final

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from hookline.display.text import torch_name
+from hookline.display.text import name_without_torch
 from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, StructureError
@@ -157,13 +157,13 @@ class Operand:
         """
         odd = ""
         if _dtype_rank(self._kind) > _dtype_rank(value.dtype):
-            odd = torch_name(self._kind)
+            odd = name_without_torch(self._kind)
         elif _dtype_rank(value.dtype) == 1 and value.dtype is not self._kind:
             odd = self._integer_out_of_range(value.dtype)
         if odd:
             raise StructureError(
                 f"the value here is {describe.in_full(value)}, which cannot hold {odd}."
-                f"\nGive a number or tensor that {torch_name(value.dtype)} can hold."
+                f"\nGive a number or tensor that {name_without_torch(value.dtype)} can hold."
             )
         if not self._is_tensor or is_dynamo_compiling():
             return

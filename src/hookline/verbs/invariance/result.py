@@ -114,7 +114,7 @@ class Invariance(RowsResult[Checked]):
                 (row.check, row.outcome, number_text(row.relative), _where_and_why(row))
                 for row in made
             ],
-            quiet=[number for number, row in enumerate(made) if row.outcome == "holds"],
+            dim_rows=[number for number, row in enumerate(made) if row.outcome == "holds"],
             notes=["Not applicable: " + "; ".join(texts)] * bool(texts),
         )
 

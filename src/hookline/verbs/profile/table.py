@@ -158,7 +158,7 @@ class ProfileTable(Result):
             totals=_totals(self),
             failure=("The block raised", self.failure) if self.failure else (),
             notes=[[(note, "dim")] for note in self.notes],
-            quiet={place for place, row in enumerate(self.rows) if not row.calls},
+            dim_rows={place for place, row in enumerate(self.rows) if not row.calls},
             more="modules: .rows",
         )
 

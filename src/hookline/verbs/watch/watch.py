@@ -11,7 +11,7 @@ from typing import Any, Self, TextIO, final
 import torch
 from torch import Tensor, nn
 
-from hookline.display.text import listed, torch_name, type_and_line
+from hookline.display.text import listed, name_without_torch, type_and_line
 from hookline.display.wrapped_text import fold_line
 from hookline.engine import (
     BlockwiseCallback,
@@ -290,7 +290,7 @@ def _value_text(value: Any) -> str:
     if not floating:
         return text
     (_, first), *rest = floating
-    dtype = torch_name(first.dtype)
+    dtype = name_without_torch(first.dtype)
     try:
         with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
             mean, std = _mean_and_std(unwrap_all_transforms(first.detach()))

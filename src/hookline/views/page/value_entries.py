@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from hookline.display.text import first_line, torch_name
+from hookline.display.text import first_line, name_without_torch
 from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.describe import leaf_text
@@ -303,7 +303,7 @@ def _with_main(entry: ValueEntry, main: Tensor | None) -> ValueEntry:
     """Return a value with what the outline of its main tensor tells."""
     return replace(
         entry,
-        dtype="" if main is None else torch_name(main.dtype),
+        dtype="" if main is None else name_without_torch(main.dtype),
         numel=None if main is None else main.numel(),
         is_image=main is not None and holds_feature_maps(main),
     )

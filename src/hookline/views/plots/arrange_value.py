@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hookline.display.text import torch_name
+from hookline.display.text import name_without_torch
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
 from hookline.recordings.figure_values import Value, check_count, check_sample
@@ -111,7 +111,7 @@ def drawable_tensor(value: Value) -> Tensor:
     """
     tensor = value.tensor.detach()
     if tensor.is_nested or tensor.layout is not torch.strided:
-        kind = "nested" if tensor.is_nested else torch_name(tensor.layout)
+        kind = "nested" if tensor.is_nested else name_without_torch(tensor.layout)
         how = "to_padded_tensor(0.0)" if tensor.is_nested else "to_dense()"
         raise InputError(
             f"{value.label} is a {kind} tensor, which has no maps to draw."

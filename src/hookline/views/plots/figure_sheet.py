@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from hookline.display.colours import BLUE_ORANGE
-from hookline.display.text import escape_unprintable
+from hookline.display.text import escape_to_one_line
 from hookline.errors import HooklineError
 from hookline.statistics.value_statistics import Array
 from hookline.util.optional_imports import how_to_install, require
@@ -71,7 +71,7 @@ class Sheet:
     """
 
     def __init__(self, width: float, height: float, title: str, lines: Sequence[str]) -> None:
-        title, lines = escape_unprintable(title), [escape_unprintable(line) for line in lines]
+        title, lines = escape_to_one_line(title), [escape_to_one_line(line) for line in lines]
         heading = textwrap.wrap(title, max(20, int(width / _INCH_A_CHARACTER[TITLE]))) or ["(root)"]
         most = max(30, int(width / _INCH_A_CHARACTER[TEXT]))
         below = [part for line in lines if line for part in textwrap.wrap(line, most)]
