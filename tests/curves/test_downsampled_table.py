@@ -27,7 +27,7 @@ def assert_as_reported(reports, table, rank=None):
         expected = report.numbers(rank)
         found = {}
         for name in table.names:
-            for site, number in zip(table.sites, table.values(name)[0][at], strict=True):
+            for site, number in zip(table.sites, table.last_min_max(name)[0][at], strict=True):
                 found[f"{site}/{name}"] = number
         for key, number in expected.items():
             np.testing.assert_allclose(found.pop(key), np.float32(number), rtol=1e-6, err_msg=key)
@@ -68,8 +68,8 @@ def test_values_that_are_missing_or_not_finite_are_so():
     ]
     table = table_of(reports)
     assert_as_reported(reports, table)
-    assert table.is_non_finite().tolist() == [[False, False], [True, False], [True, False]]
-    assert table.bad_since.tolist() == [1, -1]
+    assert table.have_non_finite().tolist() == [[False, False], [True, False], [True, False]]
+    assert table.non_finite_since.tolist() == [1, -1]
     now = dict(zip(table.names, table.now.tolist(), strict=True))
     assert now["mean"] == [3.0, 2.0]  # of the last step that has a value
     assert now["non_finite"] == [1.0, 0.0]
@@ -80,7 +80,7 @@ def test_sites_that_appear_later_are_appended():
     reports = [report_of(0, early, [[1.0]]), report_of(1, late, [[7.0], [2.0]])]
     table = table_of(reports)
     assert table.sites == ["a", "new"]
-    np.testing.assert_array_equal(table.values("mean")[0], [[1.0, NAN], [2.0, 7.0]])
+    np.testing.assert_array_equal(table.last_min_max("mean")[0], [[1.0, NAN], [2.0, 7.0]])
 
 
 class Extent:
@@ -123,7 +123,7 @@ def test_more_steps_than_columns_keep_every_extreme(n_steps):
     assert len(table.columns) <= 8
     assert table.columns[0].first == 0
     assert table.columns[-1].last == n_steps - 1
-    last, least, greatest = table.values("mean")[..., 0]
+    last, least, greatest = table.last_min_max("mean")[..., 0]
     for at, column in enumerate(table.columns):
         inside = numbers[column.first : column.last + 1].astype(np.float32)
         assert (last[at], least[at], greatest[at]) == (inside[-1], inside.min(), inside.max())
@@ -132,4 +132,4 @@ def test_more_steps_than_columns_keep_every_extreme(n_steps):
         len(table.columns) - 1
     )
     whole = table_of(reports, 8)
-    np.testing.assert_array_equal(whole.values("mean"), table.values("mean"))
+    np.testing.assert_array_equal(whole.last_min_max("mean"), table.last_min_max("mean"))

@@ -27,7 +27,7 @@ from hookline.curves import (
     run_folder,
     run_version,
 )
-from hookline.curves.run_folder import _frame, statistic_from_json, statistic_to_json
+from hookline.curves.run_folder import _frame_bytes, statistic_from_json, statistic_to_json
 from hookline.engine.model_fingerprint import recorded_model
 from warm import run_python
 
@@ -219,20 +219,22 @@ MOMENTS = [{"name": "moments", "options": {}}]
 
 
 def layout_frame(entries, statistics=MOMENTS):
-    return _frame(b"layo", json.dumps({"statistics": statistics, "entries": entries}).encode())
+    return _frame_bytes(
+        b"layo", json.dumps({"statistics": statistics, "entries": entries}).encode()
+    )
 
 
 def step_frame(n_ranks=1, seconds=1.0, n_slots=8):
-    return _frame(b"step", struct.pack("<qdQ", 0, seconds, n_ranks) + b"\0" * 8 * n_slots)
+    return _frame_bytes(b"step", struct.pack("<qdQ", 0, seconds, n_ranks) + b"\0" * 8 * n_slots)
 
 
 def order_frame(*ranks, seconds=1.0):
-    return _frame(b"ordr", struct.pack(f"<d{len(ranks)}i", seconds, *ranks))
+    return _frame_bytes(b"ordr", struct.pack(f"<d{len(ranks)}i", seconds, *ranks))
 
 
 def logged_frame(step=0, seconds=1.0, numbers=None):
     said = {"step": step, "seconds": seconds, "numbers": numbers or {"loss": 1.0}}
-    return _frame(b"logs", json.dumps(said).encode())
+    return _frame_bytes(b"logs", json.dumps(said).encode())
 
 
 LAYOUT = layout_frame([["a", 0, 8, None]])
@@ -267,9 +269,9 @@ def test_a_run_that_has_not_grown_is_not_read_again(tmp_path, monkeypatch):
     "frames",
     [
         step_frame(),
-        _frame(b"layo", b"{"),
-        _frame(b"layo", b"[" * 100_000),
-        _frame(b"layo", b"[]"),
+        _frame_bytes(b"layo", b"{"),
+        _frame_bytes(b"layo", b"[" * 100_000),
+        _frame_bytes(b"layo", b"[]"),
         layout_frame([[["a"], 0, 8, None]]),
         layout_frame([["a", 1, 8, None]]),
         layout_frame([["a", -1, 8, None]]),
@@ -289,7 +291,7 @@ def test_a_run_that_has_not_grown_is_not_read_again(tmp_path, monkeypatch):
         logged_frame("x"),
         logged_frame(seconds=1e300),
         logged_frame(numbers={"loss": "x"}),
-        _frame(b"logs", b"[]"),
+        _frame_bytes(b"logs", b"[]"),
     ],
 )  # fmt: skip
 def test_frames_that_no_monitor_writes_are_damage(tmp_path, frames):

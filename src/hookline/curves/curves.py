@@ -15,7 +15,7 @@ from hookline.curves.findings import judge_steps
 from hookline.curves.logged_numbers import Logged, check_logged, logged_curves
 from hookline.curves.numbers_over_steps import CurveColumns
 from hookline.curves.slot_layout import Layout
-from hookline.curves.step_reports import LOGGED, Reports, ReportSource, StepReport, weight_of
+from hookline.curves.step_reports import LOGGED, Reports, ReportSource, StepReport, weight_of_update
 from hookline.display.results import Printout, Result
 from hookline.engine import normalize_root
 from hookline.engine.model_fingerprint import RecordedModel
@@ -63,14 +63,15 @@ class Curve:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the numbers."""
-        weight = weight_of(self.site)
+        weight = weight_of_update(self.site)
         has_ratio = weight is not None and any(
             {self.site, weight} <= report.layout.by_site.keys()
             for report in reversed(self._reports)
         )
         # A rank that never had a value here has NaNs by the names of those that had.
         names = (
-            self._up_to_date().names or Curve(self.site, self._reports, None)._up_to_date().names
+            self._updated_columns().names
+            or Curve(self.site, self._reports, None)._updated_columns().names
         )
         return (*names, *["ratio"] * has_ratio)
 
@@ -81,7 +82,9 @@ class Curve:
             raise AttributeError(
                 f"the curve of {self.site} has no {name!r}.\nUse one of {', '.join(self.names)}."
             )
-        return self._update_ratio() if name == "ratio" else self._up_to_date().number(name).copy()
+        return (
+            self._update_ratio() if name == "ratio" else self._updated_columns().number(name).copy()
+        )
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.names]
@@ -89,18 +92,18 @@ class Curve:
     def _results_at(self, report: StepReport) -> list[Any]:
         return report.results(self.site, self._rank)
 
-    def _up_to_date(self) -> CurveColumns:
+    def _updated_columns(self) -> CurveColumns:
         self._columns.extend(self._reports)
         return self._columns
 
     def _update_ratio(self) -> NDArray[np.float64]:
         """Return the ratio of an update's norm to the weight's at each step."""
-        weight = weight_of(self.site)
+        weight = weight_of_update(self.site)
         columns = CurveColumns("" if weight is None else weight, self._rank)
         columns.extend(self._reports)
         norms = columns.number("norm")
         with np.errstate(all="ignore"):
-            return np.where(norms != 0, self._up_to_date().number("norm") / norms, np.nan)
+            return np.where(norms != 0, self._updated_columns().number("norm") / norms, np.nan)
 
 
 @final
@@ -304,7 +307,7 @@ class Curves(Result):
         Each has two arrays of equal length: `steps` and `values`. They also hold the steps that
         `every=` of `hl.monitor` skips.
         """
-        return logged_curves(self._source.read_user_numbers())
+        return logged_curves(self._source.read_logged())
 
     def log(
         self, numbers: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any
@@ -359,7 +362,7 @@ class Curves(Result):
         Returns:
             The findings, the worst first: print them, or ask `.ok` and `.worst`.
         """
-        return judge_steps(self._source.read(), self._source.read_user_numbers())
+        return judge_steps(self._source.read(), self._source.read_logged())
 
     def reports(self) -> ReportSource:
         """Return the reports that the curves are read from, those of one rank with it alone."""
@@ -370,7 +373,7 @@ class Curves(Result):
             if len(slots := report.slots[at]):
                 row = StepReport(report.step, report.seconds, report.layout, slots, report.order)
                 reports.add(row)
-        for report in self._source.read_user_numbers():
+        for report in self._source.read_logged():
             reports.add(StepReport.from_logged(report.step, report.seconds, report.logged))
         reports.has_ended = self._source.has_ended
         return reports
@@ -420,7 +423,7 @@ class Curves(Result):
             NotRecordedError: the step was not measured.
         """
         numbers: dict[str, float] = {}
-        for report in (*self._source.read(), *self._source.read_user_numbers()):
+        for report in (*self._source.read(), *self._source.read_logged()):
             if report.step == step:
                 numbers.update(report.numbers(self._rank) if report.is_measured else {})
                 numbers.update(
@@ -429,7 +432,8 @@ class Curves(Result):
         if numbers:
             return numbers
         raise NotRecordedError(
-            f"step {step!r} was not reported.\nUse one of curves.steps, {_ends_text(self.steps)}."
+            f"step {step!r} was not reported."
+            f"\nUse one of curves.steps, {_first_and_last_text(self.steps)}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -465,5 +469,5 @@ def _no_curve_text(text: str, sites: Sequence[str]) -> str:
     return f"{text!r} has no curve among {len(sites)} sites.\nUse one of them, such as {examples}."
 
 
-def _ends_text(steps: NDArray[np.int64]) -> str:
+def _first_and_last_text(steps: NDArray[np.int64]) -> str:
     return f"{steps[0]} to {steps[-1]}" if len(steps) else "of which there are none yet"

@@ -29,7 +29,7 @@ def curves_printout(
     first, last = reports[0].step, reports[-1].step
     steps = f"{plural(len(reports), 'step')}, {first} to {last}; the last:"
     shown = sites[:_MOST_ROWS]
-    numbers = {site: _last_values(reports, site, rank) for site in shown}
+    numbers = {site: _last_numbers(reports, site, rank) for site in shown}
     names = list(dict.fromkeys(name for named in numbers.values() for name in named))
     trend = pick_evenly(reports, _TREND_STEPS)
     columns = [
@@ -43,7 +43,7 @@ def curves_printout(
             (
                 site,
                 *[units.measure(numbers[site].get(name)) for name in names],
-                _trend_bars([_trend_number(report, site, rank) for report in trend]),
+                _trend_bars([_number_for_trend(report, site, rank) for report in trend]),
             )
             for site in shown
         ],
@@ -57,12 +57,13 @@ def last_numbers_by_site(
 ) -> list[dict[str, Any]]:
     """Return the numbers of each site at the last step that has any."""
     return [
-        {"site": site} | {key or "value": n for key, n in _last_values(reports, site, rank).items()}
+        {"site": site}
+        | {key or "value": n for key, n in _last_numbers(reports, site, rank).items()}
         for site in sites
     ]
 
 
-def _last_values(reports: Sequence[StepReport], site: str, rank: int | None) -> dict[str, float]:
+def _last_numbers(reports: Sequence[StepReport], site: str, rank: int | None) -> dict[str, float]:
     """Return the numbers of a site at the last step that has any."""
     for report in reversed(reports):
         results = report.results(site, rank)
@@ -73,7 +74,7 @@ def _last_values(reports: Sequence[StepReport], site: str, rank: int | None) -> 
     return {}
 
 
-def _trend_number(report: StepReport, site: str, rank: int | None) -> float:
+def _number_for_trend(report: StepReport, site: str, rank: int | None) -> float:
     numbers = {
         name: number
         for result in report.results(site, rank)[:1]

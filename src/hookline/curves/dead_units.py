@@ -23,7 +23,9 @@ def dead_units(reports: Sequence[StepReport]) -> Iterator[tuple[str, list[int]]]
         return
     masks: dict[str, list[NDArray[np.bool_]]] = {site: [] for site in recent[-1].layout.by_site}
     for report in recent:
-        for site, covariance in dict(report.results_of(CovarianceStatistic, Covariance)).items():
+        for site, covariance in dict(
+            report.finite_results_of(CovarianceStatistic, Covariance)
+        ).items():
             is_zero = (covariance.mean == 0) & (covariance.matrix.diagonal() == 0)
             masks.setdefault(site, []).append(np.asarray(is_zero.numpy()))
     for site, of_site in masks.items():

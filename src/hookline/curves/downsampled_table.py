@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from hookline.curves.numbers_of_statistic import OF_MOMENTS, numbers_of_site
 from hookline.curves.numbers_over_steps import (
-    compute,
-    has_array_functions,
+    has_numbers_functions,
     moments_from_slots,
-    number_names,
+    names_of_numbers,
+    numbers_by_statistic,
 )
 from hookline.curves.slot_layout import NO_TURN, Entry, Layout
-from hookline.curves.step_reports import StepReport, split_by_layout, weight_of
+from hookline.curves.step_reports import StepReport, split_by_layout, weight_of_update
 from hookline.errors import FolderError
 from hookline.statistics.moments import MomentsStatistic
 
@@ -63,7 +63,7 @@ class DownsampledTable:
         columns: the columns.
         stride: how many reports a full column stands for.
         now: the numbers of each site's last step that has any, of shape [names, sites].
-        bad_since: the first step with a non-finite number, by site; -1 if there is none.
+        non_finite_since: the first step with a non-finite number, by site; -1 if there is none.
         bad_turn: the rank of a site in the order of firing of that step; `NO_TURN` if not known.
         n_zero: at how many of the last reports a site was all zero, without a break.
         zero_since: the step at which that began.
@@ -80,20 +80,20 @@ class DownsampledTable:
         # The last, least and greatest numbers, of shape [3, columns, names, sites].
         self._numbers: Array = np.empty((3, most, 0, 0), np.float32)
         self.now: Array = np.empty((0, 0), np.float32)
-        self.bad_since: Array = np.empty(0, np.int64)
+        self.non_finite_since: Array = np.empty(0, np.int64)
         self.bad_turn: Array = np.empty(0, np.int64)
         self.n_zero: Array = np.empty(0, np.int64)
         self.zero_since: Array = np.empty(0, np.int64)
         self.recent: deque[Array] = deque(maxlen=RECENT)
         self._site_of: dict[str, int] = {}
-        self._plan: _LayoutPlan | None = None
+        self._layout_numbers: _LayoutNumbers | None = None
 
     def add(self, reports: Sequence[StepReport]) -> None:
         """Add reports that follow those that are here."""
         for block in split_by_layout(reports, _BLOCK):
             self._add_block(block)
 
-    def values(self, name: str, start: int = 0) -> Array:
+    def last_min_max(self, name: str, start: int = 0) -> Array:
         """Return the last, least and greatest numbers of columns, of shape [3, columns, sites].
 
         Args:
@@ -102,24 +102,24 @@ class DownsampledTable:
         """
         return self._numbers[:, start : len(self.columns), self.names.index(name)]
 
-    def is_non_finite(self, start: int = 0) -> Array:
+    def have_non_finite(self, start: int = 0) -> Array:
         """Tell where non-finite numbers were, of shape [columns, sites]."""
         if "non_finite" not in self.names:
             return np.zeros((len(self.columns) - start, len(self.sites)), np.bool_)
-        return np.asarray(self.values("non_finite", start)[2] > 0)
+        return np.asarray(self.last_min_max("non_finite", start)[2] > 0)
 
     def _add_block(self, block: list[StepReport]) -> None:
-        if self._plan is None or self._plan.layout is not block[0].layout:
-            self._plan = _LayoutPlan(block[0].layout)
-        names, numbers = self._plan.names_and_numbers(block)
-        self._add_names_and_sites(names, self._plan.sites)
-        at_sites = [self._site_of[site] for site in self._plan.sites]
+        if self._layout_numbers is None or self._layout_numbers.layout is not block[0].layout:
+            self._layout_numbers = _LayoutNumbers(block[0].layout)
+        names, numbers = self._layout_numbers.names_and_numbers(block)
+        self._add_names_and_sites(names, self._layout_numbers.sites)
+        at_sites = [self._site_of[site] for site in self._layout_numbers.sites]
         rows = np.full((len(block), len(self.names), len(self.sites)), np.nan, np.float32)
         at = [self.names.index(name) for name in names]
         rows[:, np.array(at, np.intp)[:, None], at_sites] = np.clip(numbers, -_LARGEST, _LARGEST)
         for report, row in zip(block, rows, strict=True):
             self._add_row(report.step, row)
-            self._track_for_findings(report, row, at_sites)
+            self._update_non_finite_and_zero_steps(report, row, at_sites)
 
     def _add_names_and_sites(self, names: Sequence[str], sites: Sequence[str]) -> None:
         new_names = [name for name in names if name not in self.names]
@@ -136,7 +136,7 @@ class DownsampledTable:
         self.recent = deque(
             (np.pad(row, grown, constant_values=np.nan) for row in self.recent), RECENT
         )
-        self.bad_since = np.pad(self.bad_since, grown[1], constant_values=-1)
+        self.non_finite_since = np.pad(self.non_finite_since, grown[1], constant_values=-1)
         self.bad_turn = np.pad(self.bad_turn, grown[1], constant_values=NO_TURN)
         self.n_zero = np.pad(self.n_zero, grown[1])
         self.zero_since = np.pad(self.zero_since, grown[1])
@@ -161,12 +161,14 @@ class DownsampledTable:
         self.now[:, has_value] = row[:, has_value]
         self.recent.append(row)
 
-    def _track_for_findings(self, report: StepReport, row: Array, at_sites: list[int]) -> None:
+    def _update_non_finite_and_zero_steps(
+        self, report: StepReport, row: Array, at_sites: list[int]
+    ) -> None:
         """Note what findings need of each step."""
         step = report.step
         if "non_finite" in self.names:
-            is_new = (row[self.names.index("non_finite")] > 0) & (self.bad_since < 0)
-            self.bad_since[is_new] = step
+            is_new = (row[self.names.index("non_finite")] > 0) & (self.non_finite_since < 0)
+            self.non_finite_since[is_new] = step
             if report.order is not None and is_new.any():
                 turns = np.full(len(self.sites), NO_TURN)
                 turns[at_sites] = report.order
@@ -193,7 +195,7 @@ class DownsampledTable:
 
 
 @final
-class _LayoutPlan:
+class _LayoutNumbers:
     """Hold where the slots of a layout are, for reports that share it.
 
     The numbers are those of `numbers_of`: by NumPy for moments, which most sites have, and one by
@@ -209,7 +211,7 @@ class _LayoutPlan:
         moments = {
             k: entry
             for k, site in enumerate(self.sites)
-            if (entry := _entry_of_moments(layout, site)) is not None
+            if (entry := _moments_entry(layout, site)) is not None
         }
         # The sites that have moments, where their slots are, and the ranks that count.
         self._at = np.array([*moments], np.intp)
@@ -225,7 +227,7 @@ class _LayoutPlan:
         self._updates = [
             (number_of[site], number_of[weight])
             for site in self.sites
-            if (weight := weight_of(site)) in number_of
+            if (weight := weight_of_update(site)) in number_of
         ]
 
     def names_and_numbers(self, block: Sequence[StepReport]) -> tuple[list[str], Array]:
@@ -269,7 +271,7 @@ class _LayoutPlan:
         return merged
 
 
-def _entry_of_moments(layout: Layout, site: str) -> tuple[Entry, slice] | None:
+def _moments_entry(layout: Layout, site: str) -> tuple[Entry, slice] | None:
     for entry, place in layout.by_site[site]:
         is_moments = isinstance(layout.statistics[entry.statistic], MomentsStatistic)
         if is_moments and entry.width == _N_SLOTS:
@@ -277,7 +279,7 @@ def _entry_of_moments(layout: Layout, site: str) -> tuple[Entry, slice] | None:
     return None
 
 
-def _lenient_results(layout: Layout, site: str, report: StepReport) -> list[Any]:
+def _results_of_working_statistics(layout: Layout, site: str, report: StepReport) -> list[Any]:
     """Return the results of a site; a statistic that raises is left out, and said once."""
     try:
         return layout.results(site, report.slots, None)
@@ -290,16 +292,20 @@ def _lenient_results(layout: Layout, site: str, report: StepReport) -> list[Any]
 def _numbers_of_site(layout: Layout, block: Sequence[StepReport], site: str) -> dict[str, Array]:
     """Return the single numbers of a site by name, one for each report."""
     columns: dict[str, Array] = {}
-    if has_array_functions(layout, site):
+    if has_numbers_functions(layout, site):
         entries = layout.by_site[site]
-        for (entry, _), (has_value, numbers) in zip(entries, compute(block, site), strict=True):
-            for name in number_names(layout.statistics[entry.statistic]):
+        for (entry, _), (has_value, numbers) in zip(
+            entries, numbers_by_statistic(block, site), strict=True
+        ):
+            for name in names_of_numbers(layout.statistics[entry.statistic]):
                 column = columns.setdefault(name, np.full(len(block), np.nan))
                 is_new = has_value & np.isnan(column)
                 column[is_new] = numbers[name][is_new[has_value]]
         return columns
     for k, report in enumerate(block):
-        for name, number in numbers_of_site(_lenient_results(layout, site, report)).items():
+        for name, number in numbers_of_site(
+            _results_of_working_statistics(layout, site, report)
+        ).items():
             column = columns.setdefault(name or "value", np.full(len(block), np.nan))
             if np.isnan(column[k]):
                 column[k] = number

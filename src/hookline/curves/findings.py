@@ -21,7 +21,7 @@ from hookline.curves.training_numbers import (
     Onset,
     TrainingNumbers,
     median_without_nan,
-    module_path,
+    path_of_site,
     sites_of,
 )
 from hookline.curves.weight_rules import frozen_weights, large_updates, no_updates
@@ -80,13 +80,13 @@ def judge_steps(
 
 def _sites_without_numbers(training: TrainingNumbers) -> list[str]:
     """Return the sites whose values never held a number."""
-    norms, bad = training.table.values("norm"), training.table.is_non_finite()
+    norms, bad = training.table.last_min_max("norm"), training.table.have_non_finite()
     is_empty = np.asarray(np.isnan(norms).all(axis=(0, 1)) & ~bad.any(axis=0))
     return [site for site, is_so in zip(training.sites, is_empty, strict=True) if is_so]
 
 
 def _non_finite(training: TrainingNumbers) -> Iterator[Finding]:
-    since = training.bad_since
+    since = training.harmful_since
     onsets = [training.onset_at_step(int(k), int(since[k])) for k in np.flatnonzero(since >= 0)]
     if not onsets:
         return
@@ -98,16 +98,20 @@ def _non_finite(training: TrainingNumbers) -> Iterator[Finding]:
         "Run this step again in hl.check, which names the operation.",
         sites_of(others),
     )
-    if first.port == "update" and training.where("grad"):
+    if first.port == "update" and training.site_indices("grad"):
         advice = "Its gradient is finite: look at the optimizer's eps, learning rate and state."
-    if first.port == "value" and training.where("update") and training.has_step(first.step - 1):
-        advice = f"No update made it: look at what else writes to {module_path(first.site)}."
+    if (
+        first.port == "value"
+        and training.site_indices("update")
+        and training.has_step(first.step - 1)
+    ):
+        advice = f"No update made it: look at what else writes to {path_of_site(first.site)}."
     yield Finding("non-finite", text, first.site, "error", step, why, advice, follows, first.step)
 
 
 def _harmless_non_finite(training: TrainingNumbers) -> Iterator[Finding]:
     """Tell of non-finite numbers that reached no weight, such as masks and skipped steps."""
-    since = np.where(training.is_harmless, training.table.bad_since, -1)
+    since = np.where(training.is_harmless, training.table.non_finite_since, -1)
     onsets = [training.onset_at_step(int(k), int(since[k])) for k in np.flatnonzero(since >= 0)]
     onsets.sort(key=lambda onset: onset.time)
     of_outputs = [onset for onset in onsets if onset.port in OF_OUTPUTS]
@@ -118,7 +122,7 @@ def _harmless_non_finite(training: TrainingNumbers) -> Iterator[Finding]:
         if first.port in OF_OUTPUTS:
             whose = f"The gradient at {first.site}"
             advice = "A GradScaler skips such a step, and lowers its scale: usual at first."
-        end = "weight" if training.weights else "output of the model"
+        end = "weight" if training.weight_sites else "output of the model"
         text = f"{whose} holds NaN or infinity since {step}, and no {end} gets it."
         why, follows = further_text(len(later), "site"), sites_of(later)
         where, since_step = first.site, first.step
@@ -131,7 +135,7 @@ def _jumps(training: TrainingNumbers) -> Iterator[Finding]:
     if not onsets:
         return
     first, what = onsets[0], onsets[0].noun
-    level: Level = "error" if (training.bad_since >= first.step).any() else "warning"
+    level: Level = "error" if (training.harmful_since >= first.step).any() else "warning"
     if {onset.port for onset in onsets} <= GRADIENTS and len(onsets) < _FEW * len(training.sites):
         level = "note"
     simultaneous = [onset for onset in onsets if onset.step == first.step]
@@ -148,7 +152,9 @@ def _jumps(training: TrainingNumbers) -> Iterator[Finding]:
     why += f" Its norm was at most {first.usual:.3g} before."
     why += " It is over after a few steps: a single batch." if first.is_over else ""
     advice, follows = _advice_on_jump(first, what), sites_of(onsets[1:])
-    if what == "weight" and not (training.where("update") and training.has_step(first.step - 1)):
+    if what == "weight" and not (
+        training.site_indices("update") and training.has_step(first.step - 1)
+    ):
         advice = "An update that was not measured may have made it: measure those of each step."
     yield Finding("jump", text, first.site, level, number, why, advice, follows, first.step)
 
@@ -157,16 +163,16 @@ def _advice_on_jump(first: Onset, noun: str) -> str:
     if first.port == "grad" and first.is_alone:
         return (
             "No other gradient jumps in this step: look at hooks on"
-            f" {module_path(first.site)} and at what uses it, and clip gradients."
+            f" {path_of_site(first.site)} and at what uses it, and clip gradients."
         )
     if noun == "weight":
-        return f"No update jumps before: look at what else writes to {module_path(first.site)}."
+        return f"No update jumps before: look at what else writes to {path_of_site(first.site)}."
     if not first.is_sudden:
         return "It grows over several steps: lower the learning rate, or clip gradients."
     if noun == "gradient":
         return "Look at the loss and the labels of this step's batch, and clip gradients."
     if noun == "output" and not first.is_over:
-        return f"Look at the input of {module_path(first.site)} and at what changed in this step."
+        return f"Look at the input of {path_of_site(first.site)} and at what changed in this step."
     return "Look at this step's batch and its labels."
 
 
@@ -180,7 +186,7 @@ def _update_jump_finding(
     training: TrainingNumbers, simultaneous: Sequence[Onset], onsets: Sequence[Onset], level: Level
 ) -> Finding:
     most = max(simultaneous, key=lambda onset: onset.factor)
-    n_updates = len(training.where("update"))
+    n_updates = len(training.site_indices("update"))
     number = factor_text(math.log(most.factor))
     whose = f"The update at {most.site} jumps"
     if len(simultaneous) > n_updates / 2:
@@ -195,7 +201,7 @@ def _update_jump_finding(
 
 def _jump_onsets(training: TrainingNumbers) -> list[Onset]:
     """Return where the norms of sites jump, in the order in which they do."""
-    numbers = training.numbers("norm")
+    numbers = training.last_min_max("norm")
     if numbers is None or len(training.steps) <= _WARM_UP:
         return []
     last, greatest = numbers[0], np.nan_to_num(numbers[2], nan=0.0)
@@ -205,8 +211,8 @@ def _jump_onsets(training: TrainingNumbers) -> list[Onset]:
     with np.errstate(all="ignore"):
         is_jump = (greatest > _JUMP * base) & (base > 0)
     is_jump[:_WARM_UP] = False
-    is_jump &= ~_has_usual_rms(training, greatest.shape)
-    onsets, gradients = [], training.where("grad")
+    is_jump &= ~_have_usual_rms(training, greatest.shape)
+    onsets, gradients = [], training.site_indices("grad")
     for k in np.flatnonzero(is_jump.any(axis=0)):
         column = int(np.argmax(is_jump[:, k]))
         usual = float(base[column, k])
@@ -215,22 +221,24 @@ def _jump_onsets(training: TrainingNumbers) -> list[Onset]:
         is_over = bool(len(later)) and bool((later < BEGUN * usual).all())
         factor = float(greatest[column, k]) / usual
         onset = training.find_onset(int(k), begun[0], factor, usual)
-        others = [j for j in gradients if module_path(training.sites[j]) != module_path(onset.site)]
+        others = [
+            j for j in gradients if path_of_site(training.sites[j]) != path_of_site(onset.site)
+        ]
         has_company = (greatest[begun[0], others] > BEGUN * base[begun[0], others]).any()
         is_sudden, is_alone = begun[0] == column, not has_company
         onsets.append(replace(onset, is_over=is_over, is_sudden=is_sudden, is_alone=is_alone))
     return sorted(onsets, key=lambda onset: onset.time)
 
 
-def _has_usual_rms(training: TrainingNumbers, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+def _have_usual_rms(training: TrainingNumbers, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     """Tell of columns and sites whether values are as before, also where there are more of them.
 
     A larger batch has a larger norm. The root of the mean square is that of the greatest mean and
     deviation in a column, so that no jump within a column is lost.
     """
     are_more = np.zeros(shape, np.bool_)
-    means, deviations = training.numbers("mean"), training.numbers("std")
-    sites = training.where("input", "output")
+    means, deviations = training.last_min_max("mean"), training.last_min_max("std")
+    sites = training.site_indices("input", "output")
     if means is None or deviations is None or not sites:
         return are_more
     with np.errstate(all="ignore"):
@@ -246,11 +254,11 @@ def _all_zero_sites(training: TrainingNumbers) -> Iterator[Finding]:
     table, first_step = training.table, training.steps[0]
     since = [
         training.onset_at_step(k, int(table.zero_since[k]))
-        for k in training.where("output", "value")
+        for k in training.site_indices("output", "value")
         if table.n_zero[k] >= RECENT
     ]
     since = [onset for onset in since if onset.port == "output" or onset.step > first_step]
-    bad = training.bad_since[training.bad_since >= 0]
+    bad = training.harmful_since[training.harmful_since >= 0]
     since = [onset for onset in since if onset.step <= bad.min(initial=onset.step)]
     if not since:
         return
@@ -276,15 +284,15 @@ def _include_most_siblings(
     training: TrainingNumbers, first: Onset, others: Sequence[Onset]
 ) -> bool:
     """Tell whether most sites at the same place of other blocks are among these."""
-    template = template_of(module_path(first.site))
-    n_alike = sum(template_of(module_path(onset.site)) == template for onset in others)
-    places = [template_of(module_path(training.sites[k])) for k in training.where("output")]
+    template = template_of(path_of_site(first.site))
+    n_alike = sum(template_of(path_of_site(onset.site)) == template for onset in others)
+    places = [template_of(path_of_site(training.sites[k])) for k in training.site_indices("output")]
     return places.count(template) > 1 and n_alike > places.count(template) / 2
 
 
 def _drifting_norms(training: TrainingNumbers) -> Iterator[Finding]:
     """Name the sites whose norms have grown or shrunk by a large factor, without a jump."""
-    numbers = training.numbers("norm")
+    numbers = training.last_min_max("norm")
     if numbers is None or len(training.steps) <= 2 * _WARM_UP:
         return
     last = numbers[0]
@@ -351,7 +359,9 @@ def _vanishing_gradients(training: TrainingNumbers) -> Iterator[Finding]:
     greatest = np.fmax(*ends)
     shares: list[tuple[float, str]] = []
     for port in sorted(GRADIENTS):
-        sites = [k for k in training.where(port) if not training.sites[k].endswith("bias:grad")]
+        sites = [
+            k for k in training.site_indices(port) if not training.sites[k].endswith("bias:grad")
+        ]
         of_port = np.array(sites, np.intp)
         top = float(np.nanmax(greatest[of_port], initial=0.0))
         small = of_port[(greatest[of_port] > 0) & (greatest[of_port] < _LEAST_SHARE * top)]

@@ -33,7 +33,9 @@ def numbers_of(result: Any) -> dict[str, float]:
         return _numbers_of_quantiles(result)
     if isinstance(result, Real):
         return {"": float(result)}
-    return {str(name): float(part) for name, part in _named_parts(result) if isinstance(part, Real)}
+    return {
+        str(name): float(part) for name, part in _names_and_parts(result) if isinstance(part, Real)
+    }
 
 
 def numbers_of_site(results: Sequence[Any]) -> dict[str, float]:
@@ -63,7 +65,7 @@ def _numeric_attributes(cls: Any) -> frozenset[str]:
     return frozenset(name for name, kind in kinds.items() if kind in (int, float, "int", "float"))
 
 
-def _named_parts(result: Any) -> list[tuple[Any, Any]]:
+def _names_and_parts(result: Any) -> list[tuple[Any, Any]]:
     if isinstance(result, Mapping):
         return list(result.items())
     if dataclasses.is_dataclass(result):

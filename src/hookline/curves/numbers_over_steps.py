@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves.numbers_of_statistic import OF_MOMENTS, numbers_of, percentile_names
-from hookline.curves.slot_layout import ABSENT, Entry, Layout, are_values
+from hookline.curves.slot_layout import ABSENT, Entry, Layout, hold_values
 from hookline.curves.step_reports import StepReport, split_by_layout
 from hookline.statistics.histogram import HistogramStatistic
 from hookline.statistics.moments import MomentsStatistic
@@ -81,7 +81,7 @@ def _quantiles_from_slots(statistic: QuantilesStatistic, slots: Array) -> dict[s
     }
 
 
-def _array_function(layout: Layout, entry: Entry) -> Callable[[Array], dict[str, Array]] | None:
+def _numbers_function(layout: Layout, entry: Entry) -> Callable[[Array], dict[str, Array]] | None:
     """Return the function that computes an entry's numbers from slots of shape `(steps, width)`."""
     statistic = layout.statistics[entry.statistic]
     if type(statistic) is MomentsStatistic and entry.width == statistic.n_slots:
@@ -93,7 +93,7 @@ def _array_function(layout: Layout, entry: Entry) -> Callable[[Array], dict[str,
     return None
 
 
-def number_names(statistic: Any) -> tuple[str, ...]:
+def names_of_numbers(statistic: Any) -> tuple[str, ...]:
     """Return the names that `numbers_of` gives for the results of a statistic of hookline."""
     if isinstance(statistic, QuantilesStatistic):
         return (*percentile_names(statistic.q), "min", "max", "non_finite")
@@ -102,20 +102,20 @@ def number_names(statistic: Any) -> tuple[str, ...]:
     return OF_MOMENTS
 
 
-def has_array_functions(layout: Layout, site: str) -> bool:
+def has_numbers_functions(layout: Layout, site: str) -> bool:
     """Tell whether arrays give the numbers of all statistics at a site."""
     entries = layout.by_site.get(site, ())
-    return all(_array_function(layout, entry) for entry, _ in entries)
+    return all(_numbers_function(layout, entry) for entry, _ in entries)
 
 
-def compute(
+def numbers_by_statistic(
     block: Sequence[StepReport], site: str, rank: int | None = None
 ) -> Iterator[tuple[NDArray[np.bool_], dict[str, Array]]]:
     """Compute the numbers of each statistic at a site in reports of one layout.
 
     Args:
         block: the reports.
-        site: a site of which `has_array_functions` is true.
+        site: a site of which `has_numbers_functions` is true.
         rank: the rank; None merges the ranks that count.
 
     Yields:
@@ -123,10 +123,10 @@ def compute(
     """
     layout = block[0].layout
     for entry, place in layout.by_site.get(site, ()):
-        function = _array_function(layout, entry)
+        function = _numbers_function(layout, entry)
         assert function is not None
         slots = np.stack([_merge_ranks(report, entry, place, rank) for report in block])
-        has_value = are_values(slots)
+        has_value = hold_values(slots)
         yield has_value, function(slots[has_value])
 
 
@@ -136,7 +136,7 @@ def _merge_ranks(report: StepReport, entry: Entry, place: slice, rank: int | Non
     if entry.ranks is not None and rank is None:
         slots = slots[[number for number in entry.ranks if number < len(slots)]]
     if len(slots) > 1:
-        has_value = are_values(slots)
+        has_value = hold_values(slots)
         if has_value.any():
             parts = slots[has_value]
             sums = parts[:, :-_N_EXTREMES].sum(axis=0)
@@ -167,8 +167,8 @@ def _block_numbers(
     Returns:
         The names at the last report that has any, and the numbers by name.
     """
-    if has_array_functions(block[0].layout, site):
-        parts = list(compute(block, site, rank))
+    if has_numbers_functions(block[0].layout, site):
+        parts = list(numbers_by_statistic(block, site, rank))
     else:
         parts = [
             (

@@ -146,20 +146,22 @@ class RunFolder:
         else:
             self._begun = _StartedAppend(report, (self._size, self._layout, self._order))
         if report.logged:
-            self._append_bytes(_frame(_LOGGED, _logged_bytes(report)))
+            self._append_bytes(_frame_bytes(_LOGGED, _logged_bytes(report)))
         if report.is_measured:
-            self._append_measured(report)
+            self._append_measured_report(report)
 
-    def _append_measured(self, report: StepReport) -> None:
+    def _append_measured_report(self, report: StepReport) -> None:
         if report.layout is not self._layout:
             model = self.model if self._layout is None else None
-            self._append_bytes(_frame(_LAYOUT, _layout_bytes(report.layout, model)))
+            self._append_bytes(_frame_bytes(_LAYOUT, _layout_bytes(report.layout, model)))
             self._layout, self._order = report.layout, None
         if report.order is not None and not _are_equal(report.order, self._order):
-            self._append_bytes(_frame(_ORDER, _order_bytes(report.order, report.seconds)))
+            self._append_bytes(_frame_bytes(_ORDER, _order_bytes(report.order, report.seconds)))
             self._order = report.order
         head = _STEP.pack(report.step, report.seconds, len(report.slots))
-        self._append_bytes(_frame(_REPORT, head + report.slots.astype("<f8", copy=False).tobytes()))
+        self._append_bytes(
+            _frame_bytes(_REPORT, head + report.slots.astype("<f8", copy=False).tobytes())
+        )
 
     def _create_file(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -179,7 +181,7 @@ class RunFolder:
         """
         if self._file is not None:
             try:
-                self._append_bytes(_frame(_END, b""))
+                self._append_bytes(_frame_bytes(_END, b""))
             finally:
                 os.close(self._file)
                 self._file = None
@@ -209,7 +211,7 @@ def _are_equal(order: NDArray[np.int32], other: NDArray[np.int32] | None) -> boo
     return order is other or (other is not None and np.array_equal(order, other))
 
 
-def _frame(kind: bytes, payload: bytes) -> bytes:
+def _frame_bytes(kind: bytes, payload: bytes) -> bytes:
     payload += b" " * (-len(payload) % 8)  # slots are aligned in the file
     return _HEADER.pack(kind, 0, len(payload), xxh3_64_intdigest(payload)) + payload
 
@@ -287,7 +289,7 @@ class RunReader:
         self._read_if_changed()
         return self._reports
 
-    def read_user_numbers(self) -> Sequence[StepReport]:
+    def read_logged(self) -> Sequence[StepReport]:
         """Return the reports with the user's own numbers so far, in order.
 
         Raises:
@@ -348,7 +350,7 @@ class RunReader:
         while at + _HEADER.size <= len(data):
             kind, unused, length, checksum = _HEADER.unpack_from(data, at)
             payload = data[at + _HEADER.size : at + _HEADER.size + length]
-            if kind not in _KINDS or unused or not self._may_have_length(kind, length, payload):
+            if kind not in _KINDS or unused or not self._is_length_possible(kind, length, payload):
                 raise self._damage_error(at)
             if len(payload) < length:
                 break  # it is being written, or its writer was killed
@@ -378,7 +380,7 @@ class RunReader:
         else:
             self._reports.append(self._parse_report(payload))
 
-    def _may_have_length(self, kind: bytes, length: int, payload: memoryview) -> bool:
+    def _is_length_possible(self, kind: bytes, length: int, payload: memoryview) -> bool:
         """Tell whether a frame has the length of its kind, before all of it is there."""
         if kind in (_LAYOUT, _LOGGED):
             return True
@@ -491,21 +493,21 @@ class UnknownStatistic:
 
     def start(self, value: Tensor) -> Never:
         """Refuse: nothing can be measured by it."""
-        raise self._refusal("measure")
+        raise self._unknown_class_error("measure")
 
     def update(self, slots: Tensor, value: Tensor) -> Never:
         """Refuse: nothing can be measured by it."""
-        raise self._refusal("measure")
+        raise self._unknown_class_error("measure")
 
     def merge(self, slots: Tensor, other: Tensor) -> Never:
         """Refuse: only the class knows how slots add up."""
-        raise self._refusal("merge the ranks")
+        raise self._unknown_class_error("merge the ranks")
 
     def result(self, slots: Tensor) -> Any:
         """Return the slots as they are."""
         return slots.numpy()
 
-    def _refusal(self, purpose: str) -> FolderError:
+    def _unknown_class_error(self, purpose: str) -> FolderError:
         return FolderError(
             f"the statistic {self._name} must be known to {purpose}, and the run's folder holds its"
             " slots only.\nRead one rank's slots: curves.rank(0)[site].results."

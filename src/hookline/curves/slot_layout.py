@@ -23,12 +23,12 @@ _ABSENT_BITS = 0x7FF8_0000_0068_6C63
 NO_TURN = -1  # in the order of a report: the site had no value
 
 
-def is_value(slots: NDArray[Any]) -> bool:
+def holds_value(slots: NDArray[Any]) -> bool:
     """Tell whether slots are those of a value."""
     return not (slots.view(np.int64) == _ABSENT_BITS).all()
 
 
-def are_values(slots: NDArray[Any]) -> NDArray[np.bool_]:
+def hold_values(slots: NDArray[Any]) -> NDArray[np.bool_]:
     """Tell which rows are slots of a value, from slots of shape `(rows, width)`."""
     bits = slots.view(np.int64)
     has_value = np.ones(len(slots), np.bool_)
@@ -95,7 +95,7 @@ class Layout:
                 [number for number in counted if number < len(slots)] if rank is None else [rank]
             )
             parts = [slots[number, place] for number in ranks]
-            present = [torch.from_numpy(part.copy()) for part in parts if is_value(part)]
+            present = [torch.from_numpy(part.copy()) for part in parts if holds_value(part)]
             if not present:
                 continue
             try:

@@ -65,10 +65,10 @@ class StepReport:
         """Return every single number of the step by name, such as `h.0/std`."""
         return {
             f"{site}/{name}" if name else site: number
-            for (site, name), number in self.by_site(rank).items()
+            for (site, name), number in self.numbers_by_site_and_name(rank).items()
         }
 
-    def by_site(self, rank: int | None = None) -> dict[tuple[str, str], float]:
+    def numbers_by_site_and_name(self, rank: int | None = None) -> dict[tuple[str, str], float]:
         """Return every single number of the step by site and name, such as `("h.0", "std")`.
 
         The name is empty for a statistic that is a single number. An update also has its `ratio` to
@@ -87,7 +87,7 @@ class StepReport:
             if results:
                 norms[site] = numbers.get("norm", math.nan)
             by_name.update(((site, name), number) for name, number in numbers.items())
-            weight = weight_of(site)
+            weight = weight_of_update(site)
             if weight in norms and site in norms:
                 by_name[site, "ratio"] = _ratio(norms[site], norms[weight])
         if rank is None:
@@ -96,9 +96,9 @@ class StepReport:
 
     def histograms(self) -> Iterator[tuple[str, Histogram]]:
         """Iterate over the histograms of the step that hold a finite number, by site."""
-        return self.results_of(HistogramStatistic, Histogram)
+        return self.finite_results_of(HistogramStatistic, Histogram)
 
-    def results_of(
+    def finite_results_of(
         self, statistic: type[Any], kind: type[_Counted]
     ) -> Iterator[tuple[str, _Counted]]:
         """Iterate over the results of a statistic that hold a finite number, by site."""
@@ -110,13 +110,13 @@ class StepReport:
                 if isinstance(result, kind) and result.count > result.non_finite:
                     yield site, result
 
-    def clear_numbers(self) -> None:
+    def clear_cached_numbers(self) -> None:
         """Free the numbers, which `numbers` computes again when it is called."""
         self._numbers.clear()
 
     def update_ratio(self, site: str, rank: int | None = None) -> float | None:
         """Return the ratio of an update's norm to the weight's; None where it is not known."""
-        weight = weight_of(site)
+        weight = weight_of_update(site)
         if weight is None:
             return None
         norms = [
@@ -134,7 +134,7 @@ def split_by_layout(reports: Iterable[StepReport], max_length: int) -> Iterator[
             yield block
 
 
-def weight_of(site: str) -> str | None:
+def weight_of_update(site: str) -> str | None:
     """Return the site of the weight that an update is of; None for other sites."""
     path, _, port = site.rpartition(":")
     return f"{path}:value" if port == "update" else None
@@ -158,7 +158,7 @@ class ReportSource(Protocol):
         """Return the reports of measured steps so far, in order."""
         ...
 
-    def read_user_numbers(self) -> Sequence[StepReport]:
+    def read_logged(self) -> Sequence[StepReport]:
         """Return the reports with the user's own numbers so far, in order."""
         ...
 
@@ -188,6 +188,6 @@ class Reports:
         """Return the reports of measured steps so far, in order."""
         return self._reports
 
-    def read_user_numbers(self) -> Sequence[StepReport]:
+    def read_logged(self) -> Sequence[StepReport]:
         """Return the reports with the user's own numbers so far, in order."""
         return self._logged

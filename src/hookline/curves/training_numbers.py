@@ -67,75 +67,75 @@ class TrainingNumbers:
         self.table = _make_table(reports) if table is None else table
         self.sites = self.table.sites
         self.steps = [column.first for column in self.table.columns]
-        self.is_harmless = self._find_harmless()
+        self.is_harmless = self._find_harmless_non_finite()
 
     @property
-    def bad_since(self) -> Array:
+    def harmful_since(self) -> Array:
         """The first step with a non-finite number by site; -1 without one, or if it is harmless."""
-        return np.where(self.is_harmless, -1, self.table.bad_since)
+        return np.where(self.is_harmless, -1, self.table.non_finite_since)
 
     @cached_property
-    def weights(self) -> list[int]:
+    def weight_sites(self) -> list[int]:
         """The sites of weights, their gradients and updates."""
-        return self.where(*_WEIGHT_PORTS)
+        return self.site_indices(*_WEIGHT_PORTS)
 
     @cached_property
-    def ends(self) -> list[int]:
+    def weight_or_output_sites(self) -> list[int]:
         """The sites that a fault reaches: weights, or if none is measured, the model's outputs."""
-        outputs = self.where("output")
-        return self.weights or [k for k in outputs if module_path(self.sites[k]) == ROOT]
+        outputs = self.site_indices("output")
+        return self.weight_sites or [k for k in outputs if path_of_site(self.sites[k]) == ROOT]
 
-    def numbers(self, name: str) -> Array | None:
+    def last_min_max(self, name: str) -> Array | None:
         """Return the last, least and greatest of a number by column and site; None without it."""
-        return self.table.values(name) if name in self.table.names else None
+        return self.table.last_min_max(name) if name in self.table.names else None
 
-    def _find_harmless(self) -> NDArray[np.bool_]:
+    def _find_harmless_non_finite(self) -> NDArray[np.bool_]:
         """Tell of which sites the non-finite numbers have reached no weight.
 
         Where no weights are measured, the outputs of the model tell: those behind it hold numbers.
         Masks of -inf in outputs and inputs are so, and gradients in a step that a `GradScaler`
         skips. An output whose gradients are not finite in this step either is broken.
         """
-        since, of_outputs = self.table.bad_since, self.where(*OF_OUTPUTS)
-        bad_ends = [int(since[k]) for k in self.ends if since[k] >= 0]
+        since, of_outputs = self.table.non_finite_since, self.site_indices(*OF_OUTPUTS)
+        bad_ends = [int(since[k]) for k in self.weight_or_output_sites if since[k] >= 0]
         bad_gradients = {int(since[k]) for k in of_outputs} - {self.steps[0]}
         is_harmless = np.zeros(len(since), np.bool_)
         until = min(bad_ends, default=math.inf)
         for step in np.unique(since[(since >= 0) & (since < until)]).tolist():
-            if not self._trains(step, until):
+            if not self._has_weight_change(step, until):
                 continue
             is_harmless[of_outputs] |= since[of_outputs] == step
             if step not in bad_gradients:
-                sites = [k for k in self.where("input", "output") if since[k] == step]
-                is_harmless[sites] = self._have_numbers(step, sites)
+                sites = [k for k in self.site_indices("input", "output") if since[k] == step]
+                is_harmless[sites] = self._have_finite_numbers(step, sites)
         broken = since[(since >= 0) & ~is_harmless]
         is_harmless &= ~np.isin(since, broken) | (since == self.steps[0])
         return is_harmless
 
-    def _trains(self, step: int, until: float) -> bool:
+    def _has_weight_change(self, step: int, until: float) -> bool:
         """Tell whether finite numbers change weights from a step on, and before another."""
         columns = enumerate(self.table.columns)
         later = [c for c, span in columns if step <= span.first and span.last < until]
-        norms = self.numbers("norm")
-        if norms is None or not later or not self.ends:
+        norms = self.last_min_max("norm")
+        if norms is None or not later or not self.weight_or_output_sites:
             return False
-        if not self.weights:
+        if not self.weight_sites:
             return True
-        _, least, greatest = norms[:, later][:, :, self.where("value")]
-        has_gradients = (norms[2][later][:, self.where("update", "grad")] >= 0).any()
+        _, least, greatest = norms[:, later][:, :, self.site_indices("value")]
+        has_gradients = (norms[2][later][:, self.site_indices("update", "grad")] >= 0).any()
         return bool(has_gradients or (least.min(axis=0) < greatest.max(axis=0)).any())
 
     def has_step(self, step: int) -> bool:
         """Tell whether a step was measured."""
         return any(report.step == step for report in self.reports)
 
-    def _have_numbers(self, step: int, sites: Sequence[int]) -> list[bool]:
+    def _have_finite_numbers(self, step: int, sites: Sequence[int]) -> list[bool]:
         """Tell of sites whether they have finite numbers in a step, too."""
         table = _make_table([next(report for report in self.reports if report.step == step)])
-        norms = dict(zip(table.sites, table.values("norm")[0, 0], strict=True))
+        norms = dict(zip(table.sites, table.last_min_max("norm")[0, 0], strict=True))
         return [not math.isnan(norms.get(self.sites[k], math.nan)) for k in sites]
 
-    def where(self, *ports: str) -> list[int]:
+    def site_indices(self, *ports: str) -> list[int]:
         """Return the indices of the sites of some ports."""
         return [k for k, site in enumerate(self.sites) if path_and_port(site)[1] in ports]
 
@@ -166,7 +166,7 @@ def _norms(reports: Sequence[StepReport], site: str) -> Array:
     table = _make_table(reports)
     if site not in table.sites or "norm" not in table.names:
         return np.full(len(reports), np.nan)
-    norms: Array = table.values("norm")[0][:, table.sites.index(site)]
+    norms: Array = table.last_min_max("norm")[0][:, table.sites.index(site)]
     return norms
 
 
@@ -179,7 +179,7 @@ def _firing_turn(report: StepReport, site: str, default: int) -> int:
     return default if turn == NO_TURN else turn
 
 
-def module_path(site: str) -> str:
+def path_of_site(site: str) -> str:
     """Return the path of a site."""
     return path_and_port(site)[0]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookline.curves.downsampled_table import RECENT
-from hookline.curves.training_numbers import TrainingNumbers, median_without_nan, module_path
+from hookline.curves.training_numbers import TrainingNumbers, median_without_nan, path_of_site
 from hookline.display.text import plural
 from hookline.findings.finding import Finding, Level
 from hookline.findings.survey import template_of
@@ -21,8 +21,8 @@ _LARGE_RATIO = 0.3  # of an update to its weight
 
 def frozen_weights(training: TrainingNumbers) -> Iterator[Finding]:
     """Name the weights that never change while those at the same place of other blocks do."""
-    updates = {module_path(training.sites[k]): k for k in training.where("update")}
-    paths = [module_path(training.sites[k]) for k in training.where("value")]
+    updates = {path_of_site(training.sites[k]): k for k in training.site_indices("update")}
+    paths = [path_of_site(training.sites[k]) for k in training.site_indices("value")]
     zero, least = training.table.n_zero, min(RECENT, len(training.reports))
     moving = _changing_weights(training)
     still = [
@@ -47,7 +47,7 @@ def frozen_weights(training: TrainingNumbers) -> Iterator[Finding]:
     since = f" since step {step:,}" * (step > first_step)
     text = f"{first} does not change{since}{', unlike its siblings' * bool(odd)}."
     level: Level = "warning" if odd else "note"
-    why, advice = _cause_of_standstill(training, first)
+    why, advice = _why_unchanged_and_advice(training, first)
     why = f"{plural(len(others) + 1, 'weight')} so. {why}".rstrip()
     follows = tuple(f"{path}:value" for path in others)
     number = f"step {step:,}"
@@ -59,23 +59,23 @@ def _changing_weights(training: TrainingNumbers) -> set[str]:
     if "norm" not in training.table.names:
         return set()
     recent = [row[training.table.names.index("norm")] for row in training.table.recent]
-    values = training.where("value")
+    values = training.site_indices("value")
     with np.errstate(all="ignore"):
         is_moving = np.fmin.reduce(recent)[values] < np.fmax.reduce(recent)[values]
     return {
-        module_path(training.sites[k]) for k, moves in zip(values, is_moving, strict=True) if moves
+        path_of_site(training.sites[k]) for k, moves in zip(values, is_moving, strict=True) if moves
     }
 
 
-def _cause_of_standstill(training: TrainingNumbers, path: str) -> tuple[str, str]:
+def _why_unchanged_and_advice(training: TrainingNumbers, path: str) -> tuple[str, str]:
     """Tell by its gradient why a weight does not change, and what to look at."""
     table = training.table
     if f"{path}:update" not in training.sites:
         advice = "Give it to the optimizer, unless it is frozen on purpose."
         return f"No optimizer that steps has {path}.", advice
-    if not training.where("grad") or "norm" not in table.names:
+    if not training.site_indices("grad") or "norm" not in table.names:
         return "", "Look at requires_grad, and whether the optimizer was given it."
-    at = [k for k in training.where("grad") if module_path(training.sites[k]) == path]
+    at = [k for k in training.site_indices("grad") if path_of_site(training.sites[k]) == path]
     norms = np.array(table.recent)[:, table.names.index("norm"), at]
     if np.isnan(norms).all():
         advice = "Look whether it is used, at requires_grad, and for detach(), no_grad() and .data."
@@ -89,9 +89,9 @@ def _cause_of_standstill(training: TrainingNumbers, path: str) -> tuple[str, str
 
 def no_updates(training: TrainingNumbers) -> Iterator[Finding]:
     """Tell that no weight changes at all."""
-    updates = training.where("update")
+    updates = training.site_indices("update")
     if not updates:
-        yield from _never_stepped(training)
+        yield from _optimizer_never_stepped(training)
     elif (training.table.n_zero[updates] >= RECENT).all():
         step = int(training.table.zero_since[updates].max())
         text, number = f"No weight changes since step {step:,}.", f"step {step:,}"
@@ -105,17 +105,17 @@ def no_updates(training: TrainingNumbers) -> Iterator[Finding]:
 
 def _have_zero_gradients(training: TrainingNumbers) -> bool:
     """Tell whether weights get gradients, and all of them are 0 in the last steps."""
-    grads = training.where("grad")
+    grads = training.site_indices("grad")
     return bool(grads) and bool((training.table.n_zero[grads] >= RECENT).all())
 
 
-def _never_stepped(training: TrainingNumbers) -> Iterator[Finding]:
+def _optimizer_never_stepped(training: TrainingNumbers) -> Iterator[Finding]:
     """Tell that gradients came and no weight changed, as with the optimizer of another model."""
-    weights, norms = training.where("value"), training.numbers("norm")
-    has_gradients = bool(training.where("grad_output", "grad_input"))
+    weights, norms = training.site_indices("value"), training.last_min_max("norm")
+    has_gradients = bool(training.site_indices("grad_output", "grad_input"))
     if norms is None or not weights or not has_gradients or len(training.reports) < RECENT:
         return
-    if (training.table.bad_since >= 0).any():  # a `GradScaler` skips these steps
+    if (training.table.non_finite_since >= 0).any():  # a `GradScaler` skips these steps
         return
     _, least, greatest = (numbers[:, weights] for numbers in norms)
     if (least.min(axis=0) != greatest.max(axis=0)).any():
@@ -132,10 +132,12 @@ def _never_stepped(training: TrainingNumbers) -> Iterator[Finding]:
 
 def large_updates(training: TrainingNumbers, until: int | None = None) -> Iterator[Finding]:
     """Tell that updates are large beside their weights, before a step: a jump makes large ones."""
-    numbers = training.numbers("ratio")
+    numbers = training.last_min_max("ratio")
     if numbers is None or len(training.steps) < RECENT:
         return
-    weights = [k for k in training.where("update") if not training.sites[k].endswith("bias:update")]
+    weights = [
+        k for k in training.site_indices("update") if not training.sites[k].endswith("bias:update")
+    ]
     n_columns = len(training.steps) if until is None else bisect_left(training.steps, until)
     by_column = numbers[0][:n_columns, weights]
     # Of a weight that begins at 0, as that of a new head, the first updates are large.

@@ -112,9 +112,9 @@ def test_a_run_has_each_step_once_after_an_interrupt(tmp_path, monkeypatch, coun
 
 @pytest.mark.parametrize("name", ["run.jsonl", "run.parquet"])
 def test_a_file_has_each_step_once_after_an_interrupt(tmp_path, monkeypatch, name):
-    numbers = files.StepReport.by_site
+    numbers = files.StepReport.numbers_by_site_and_name
     by_site = Interrupting(numbers, 3)
-    monkeypatch.setattr(files.StepReport, "by_site", lambda *args: by_site(*args))  # noqa: PLW0108  (a method)
+    monkeypatch.setattr(files.StepReport, "numbers_by_site_and_name", lambda *args: by_site(*args))  # noqa: PLW0108  (a method)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / name)
     if name == "run.jsonl":

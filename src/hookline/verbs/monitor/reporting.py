@@ -62,7 +62,7 @@ class Reporting:
                 " and not written to the to= of its parent.\nTo write them, call hl.monitor in"
                 " this process, with a to= of its own."
             )
-        report.clear_numbers()  # the numbers take more memory than the slots
+        report.clear_cached_numbers()  # the numbers take more memory than the slots
 
     def close(self) -> None:
         """Write what could not be written before, and close the writers."""

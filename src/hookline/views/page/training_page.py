@@ -77,7 +77,7 @@ class OpenRun:
         """
         with self.lock:
             self.reports = self.reader.read()
-            self.logged = self.reader.read_user_numbers()
+            self.logged = self.reader.read_logged()
             n_reports = len(self.reports)
             self.table.add(self.reports[self._n_taken : n_reports])
             self._n_taken = n_reports
@@ -126,7 +126,7 @@ class OpenRun:
             "firsts": [span.first for span in columns],
             "lasts": [span.last for span in columns],
             "values": self._packed_columns(name, from_column),
-            "bad": _pack_array(table.is_non_finite(from_column), np.uint8),
+            "bad": _pack_array(table.have_non_finite(from_column), np.uint8),
             "now": _pack_array(table.now, np.float32),
             **self._findings_data(),
         }
@@ -140,7 +140,7 @@ class OpenRun:
         """Return the numbers of columns as text: the last ones; then the least and greatest."""
         if not name:
             return [""]
-        values = self.table.values(name, column)
+        values = self.table.last_min_max(name, column)
         sent = values if self.table.stride > 1 else values[:1]
         return [_pack_array(part, np.float32) for part in sent]
 

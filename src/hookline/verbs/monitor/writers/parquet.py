@@ -67,7 +67,7 @@ class ParquetWriter:
         elif len(self._rows["step"]) >= _GROUP_ROWS:
             self._flush()  # first: a report whose writing raises is written again
         self._begun = report, len(self._rows["step"])
-        for (site, name), number in report.by_site().items():
+        for (site, name), number in report.numbers_by_site_and_name().items():
             row = report.step, report.seconds, site, name, number
             for column, cell in zip(self._rows.values(), row, strict=True):
                 column.append(cell)
