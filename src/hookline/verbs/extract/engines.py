@@ -66,6 +66,6 @@ def read_shard_of_other_process(place: Place, number: int, job: str) -> Shard:
     except (DamagedError, FileNotFoundError) as error:
         raise FolderError(
             f"{place} must be a folder that all machines share, got no"
-            f" {shard_file_name(number)} that can be read here: {first_line(error)}.\nGive a folder of a network file system, or a"
-            " URL such as 's3://bucket/features'."
+            f" {shard_file_name(number)} that can be read here: {first_line(error)}."
+            "\nGive a folder of a network file system, or a URL such as 's3://bucket/features'."
         ) from error
