@@ -305,6 +305,9 @@ def test_why_flops_are_missing_is_said():
     with hl.profile(nn.Sequential(nn.Linear(1, 1), scripted())) as prof:
         prof._line.root(torch.ones(1, 1))
     assert "the model cannot be copied: ModelError: it holds a scripted module." in unwrapped(prof)
+    with hl.profile(nn.Identity()) as prof:
+        prof._line.root(torch.eye(2).to_sparse())
+    assert "the inputs cannot be copied: ModelError: a tensor has layout" in unwrapped(prof)
     with hl.profile(nn.Linear(1, 1)) as prof:
         for n in range(1, 20):
             prof._line.root(torch.ones(n, 1))

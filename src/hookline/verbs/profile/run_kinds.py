@@ -189,13 +189,15 @@ class RunKinds:
             self.failure = "its lazy modules had not run before; run the model once first"
             return
         began = STOPWATCH.read()  # without collections, as the clocks' overhead
+        noun = "model"
         try:
             if self.copy is None:
                 self.copy = FakeModel(self._model, self._by_path)
+            noun = "inputs"
             kind.inputs = self.copy.copy_inputs((args, kwargs))
             kind.flags = module_flags(self._model)
         except Exception as error:
-            self.failure = f"the model cannot be copied: {why_not_fakeable(error)}"
+            self.failure = f"the {noun} cannot be copied: {why_not_fakeable(error)}"
         self.seconds += STOPWATCH.read() - began
 
     def release(self) -> None:

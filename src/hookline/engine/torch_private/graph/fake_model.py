@@ -184,7 +184,7 @@ class _MetaCopies(TorchFunctionMode):
         """
         with torch._C.DisableTorchFunction():
             if tensor.layout is not torch.strided or tensor.is_nested:
-                raise ModelError(f"it holds a tensor of layout {tensor.layout}")
+                raise ModelError(f"a tensor has layout {tensor.layout}")
             meta_copy = _as_parameter_like(_empty_on(tensor, torch.device("meta")), tensor)
         self._made.append((meta_copy, tensor.device))
         self._devices[meta_copy.untyped_storage()._cdata] = tensor.device
