@@ -47,7 +47,7 @@ from hookline.engine.passes.modes import (
     has_numbers, unwrap_all_transforms, is_in_transform, unwrap_ended_transforms, without_autocast,
 )
 from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
-from hookline.engine.pytree.call_arguments import Arguments
+from hookline.engine.pytree.call_arguments import ArgumentBinder
 from hookline.engine.pytree.hidden_tensors import every_tensor, tensor_holder
 from hookline.engine.pytree.tree import local_shards
 from hookline.engine.report.replaced_parts import Consequence
@@ -60,11 +60,11 @@ from hookline.engine.selection.selectors import (
     Selection, Selector, SitedNode, normalize_root, check_ports, parse_site, ports_for, select,
     select_in,
 )
-from hookline.engine.selection.site import PORTS, ROOT, Site, glob, path_text, paths_above
+from hookline.engine.selection.site import PORTS, ROOT, Site, glob_to_regex, path_text, paths_above
 from hookline.engine.selection.targets import EVERYWHERE, Everywhere, Target
 from hookline.engine.taps.base import (
-    AroundCall, HookSpec, Order, RootTap, Tap, call_frame, foreign_hooks, is_inert, is_reading,
-    no_callback, iterated_taps,
+    AroundCall, HookSpec, Order, RootTap, Tap, call_frame, do_nothing, foreign_hooks, is_inert,
+    is_reading_tap_running, iterated_taps,
 )
 from hookline.engine.taps.forward import OutputTap
 from hookline.engine.taps.mode_tap import ModeTap
@@ -76,10 +76,10 @@ from hookline.engine.torch_private.autograd import (
 from hookline.engine.torch_private.distributed import (
     clone_locally, default_store, gather_full, has_process_group, is_dtensor, is_flat_parameter,
     is_partial_dtensor, is_tensor_parallel, layout_json, local_part, ranks_by_fsdp1_parameter,
-    record_fsdp2_calls, reshard, sharding_kind, unreduced_gradients, unwrap_ddp,
+    list_fsdp2_gathers, reshard, sharding_kind, unreduced_gradients, unwrap_ddp,
 )
 from hookline.engine.torch_private.dynamo import (
-    TracingAttachError, dynamo_config, may_have_compiled, while_tracing,
+    TracingAttachError, dynamo_config, may_have_compiled, run_at_trace_time,
 )
 from hookline.engine.torch_private.graph.checkpoint import is_recomputing, outside_checkpoint
 from hookline.engine.torch_private.graph.dispatch import (

@@ -109,15 +109,15 @@ def _weights_digest(model: nn.Module, *, whole: bool = False, sampled: bool = Fa
         tensor = named[name].detach()
         tensor = gather_full(tensor) if whole and is_dtensor(tensor) else local_shards(tensor)
         digest.update(f"{name} {describe.in_words(tensor)}".encode())
-        digest.update(_tensor_bytes(_sample_blocks(tensor) if sampled else tensor))
+        digest.update(_value_bytes(_sample_blocks(tensor) if sampled else tensor))
     for path, module, _ in _modules_without_wrappers(model):
         for name, value in vars(module).items():
-            if _is_packed(value):
-                digest.update(f"{path}.{name}".encode() + _tensor_bytes(value))
+            if _holds_packed_weights(value):
+                digest.update(f"{path}.{name}".encode() + _value_bytes(value))
     return digest.hexdigest()
 
 
-def _is_packed(value: Any) -> bool:
+def _holds_packed_weights(value: Any) -> bool:
     """Tell whether it is an object of C++, in which torch's quantised modules hold weights."""
     return type(value) is torch.ScriptObject and hasattr(value, "__getstate__")
 
@@ -199,11 +199,11 @@ def _text_or_digest(texts: list[str]) -> str:
     return f"fingerprint {_short_digest(repr(texts).encode())}"
 
 
-def _tensor_bytes(tensor: Any) -> Any:
-    if _is_packed(tensor):
-        return _tensor_bytes(tensor.__getstate__())
+def _value_bytes(tensor: Any) -> Any:
+    if _holds_packed_weights(tensor):
+        return _value_bytes(tensor.__getstate__())
     if isinstance(tensor, tuple | list):
-        return b"".join(map(bytes, map(_tensor_bytes, tensor)))
+        return b"".join(map(bytes, map(_value_bytes, tensor)))
     if not isinstance(tensor, Tensor):
         return repr(tensor).encode()
     if tensor.is_meta:
@@ -212,9 +212,9 @@ def _tensor_bytes(tensor: Any) -> Any:
         tensor = tensor.coalesce()
     parts = parts_of_sparse(tensor) or parts_of_wrapper(tensor)
     if parts:
-        return _tensor_bytes(parts)
+        return _value_bytes(parts)
     if tensor.is_quantized:
-        return _tensor_bytes(tensor.dequantize())
+        return _value_bytes(tensor.dequantize())
     try:
         flat = tensor.cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().data
@@ -368,7 +368,7 @@ def _own_bytes(value: Any) -> bytes:
     if isinstance(value, CodeType):
         return value.co_code
     if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)}".encode() + bytes(_tensor_bytes(value.detach()))
+        return f"{value.dtype} {list(value.shape)}".encode() + bytes(_value_bytes(value.detach()))
     if isinstance(value, np.ndarray) and value.dtype != object:  # the repr of a long one has "..."
         return f"{value.dtype} {value.shape}".encode() + value.tobytes()
     if isinstance(value, nn.Module):

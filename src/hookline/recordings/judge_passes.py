@@ -50,7 +50,7 @@ class _Reader:
         site, key = recorded.site, normalize_root(recorded.key)
         tensors = measured_tensors(value)
         # A value without tensors, such as None for a gradient that was not needed, is not empty.
-        if tree.distinct(value) and not any(tensor.numel() for _, tensor in tensors):
+        if tree.distinct_tensors(value) and not any(tensor.numel() for _, tensor in tensors):
             self.empty.append(key)
         for leaf, tensor in tensors:
             label = with_leaf(key, leaf)

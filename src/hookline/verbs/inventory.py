@@ -176,7 +176,7 @@ def _tap_description(owner: Tap | RootTap | ModeTap, method: str) -> str:
         return "inert (of a copy): does nothing, is removed when first called"
     if isinstance(owner, RootTap):
         return f"pass {method}s"
-    return f"{owner.rank.name.lower()} {owner.site}"
+    return f"{owner.order.name.lower()} {owner.site}"
 
 
 def _owner_package(module: str, file: str) -> str:

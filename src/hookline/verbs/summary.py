@@ -24,7 +24,7 @@ from hookline.engine import (
     Order,
     Pass,
     Site,
-    is_reading,
+    is_reading_tap_running,
     paths_above,
     require_model,
     unwrap_all_transforms,
@@ -259,12 +259,12 @@ class _FlopCount:
 
     def add(self, flops: int, n_bytes: int) -> None:
         """Count an operation, unless a hook computes it that only reads, as that of `hl.watch`."""
-        if flops and not is_reading(sys._getframe(1)):
+        if flops and not is_reading_tap_running(sys._getframe(1)):
             self.flops += flops
 
     def add_missing_formula(self, operation: str) -> None:
         """Note an operation without a formula."""
-        if not is_reading(sys._getframe(1)):
+        if not is_reading_tap_running(sys._getframe(1)):
             self.without_formula[operation] = None
 
 

@@ -439,7 +439,7 @@ def test_two_threads_that_first_meet_dynamo_leave_nothing(monkeypatch, left_as_f
 
 def test_a_line_that_ends_as_a_pass_begins_leaves_no_mark(monkeypatch, left_as_found):
     model, lock = nn.Sequential(nn.Linear(2, 2)), ToldLock()
-    before, prepare = left_as_found(model), Tap.prepare
+    before, prepare = left_as_found(model), Tap.prepare_capture
     monkeypatch.setattr(module, "may_have_compiled", lambda: False)
     line = hl.record(model, every_thread=True)
     line._line._compiled._lock, line._line.options.quiet = lock, True

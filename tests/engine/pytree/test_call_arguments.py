@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hookline as hl
-from hookline.engine.pytree.call_arguments import Arguments
+from hookline.engine.pytree.call_arguments import ArgumentBinder
 
 
 class Taking(nn.Module):
@@ -37,7 +37,7 @@ class Odd(nn.Module):
     ],
 )
 def test_arguments_are_bound_by_name_and_come_back_as_they_came(args, kwargs, bound):
-    arguments, module = Arguments(), Taking()
+    arguments, module = ArgumentBinder(), Taking()
     found = arguments.bind(module, args, kwargs)
     assert found == bound
     assert arguments.unbind(module, found, found, args, kwargs) == (args, kwargs)
@@ -45,14 +45,14 @@ def test_arguments_are_bound_by_name_and_come_back_as_they_came(args, kwargs, bo
 
 def test_a_lone_tensor_needs_no_name_by_position_or_by_keyword():
     x, new = torch.ones(1), torch.zeros(1)
-    assert Arguments().bind(Taking(), (x,), {}) is x
-    assert Arguments().unbind(Taking(), new, x, (x,), {}) == ((new,), {})
-    assert Arguments().bind(Taking(), (), {"x": x}) is x
-    assert Arguments().unbind(Taking(), new, x, (), {"x": x}) == ((), {"x": new})
+    assert ArgumentBinder().bind(Taking(), (x,), {}) is x
+    assert ArgumentBinder().unbind(Taking(), new, x, (x,), {}) == ((new,), {})
+    assert ArgumentBinder().bind(Taking(), (), {"x": x}) is x
+    assert ArgumentBinder().unbind(Taking(), new, x, (), {"x": x}) == ((), {"x": new})
 
 
 def test_arguments_that_no_parameter_takes_are_numbered():
-    arguments, odd = Arguments(), Odd()
+    arguments, odd = ArgumentBinder(), Odd()
     assert arguments.bind(odd, (1, 2), {}) == {"arg0": 1, "arg1": 2}
     assert arguments.unbind(odd, {"arg0": 3, "arg1": 4}, {}, (1, 2), {}) == ((3, 4), {})
 
@@ -88,7 +88,7 @@ class Wrapped(nn.Module):
     ],
 )
 def test_arguments_of_one_name_have_distinct_names(module, args, kwargs, bound):
-    arguments = Arguments()
+    arguments = ArgumentBinder()
     found = arguments.bind(module, args, kwargs)
     assert found == bound
     assert arguments.unbind(module, found, found, args, kwargs) == (args, kwargs)
@@ -103,7 +103,7 @@ def test_no_call_loses_an_argument_to_a_name(names, n_args, n_kwargs):
     args = tuple(range(n_args))
     kwargs = {name: 10 + number for number, name in enumerate(names[:n_kwargs])}
     for module in (PositionalOnly(), Odd(), Wrapped()):
-        arguments = Arguments()
+        arguments = ArgumentBinder()
         found = arguments.bind(module, args, kwargs)
         assert arguments.unbind(module, dict(found), found, args, kwargs) == (args, kwargs)
 

@@ -13,7 +13,7 @@ def shared_in(tensors, lists):
     counts = IdentityMap()
     for thing in (*tensors, *lists):
         counts[thing] = (counts.get(thing) or 0) + 1
-    return counts, [counts.get(thing) for thing in counts.things()]
+    return counts, [counts.get(thing) for thing in counts.key_list()]
 
 
 def test_equal_things_are_told_apart_and_the_same_one_is_found():
@@ -22,7 +22,7 @@ def test_equal_things_are_told_apart_and_the_same_one_is_found():
     counts, found = shared_in((a, b, a), (first, second, second))
     assert found == [2, 1, 1, 2]
     expected = a, b, first, second
-    assert all(one is other for one, other in zip(counts.things(), expected, strict=True))
+    assert all(one is other for one, other in zip(counts.key_list(), expected, strict=True))
     assert (a in counts, torch.ones(2) in counts, [1] in counts) == (True, False, False)
     assert counts.get([1]) is None
 
@@ -33,7 +33,7 @@ def test_what_was_kept_is_held_so_no_other_thing_gets_its_id():
         thing = [k]
         assert thing not in seen
         seen[thing] = k
-    assert [seen.get(thing) for thing in seen.things()] == list(range(100))
+    assert [seen.get(thing) for thing in seen.key_list()] == list(range(100))
 
 
 @pytest.mark.parametrize("n_same", [1, 3])

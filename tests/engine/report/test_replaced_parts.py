@@ -385,4 +385,4 @@ def test_exactly_the_replaced_sites_are_told(changes, with_gradients):
 
 @pytest.mark.parametrize(("n_sites", "text"), [(3, "a, b, c"), (4, "a, b, c and 1 more")])
 def test_up_to_three_sites_are_named_and_others_counted(n_sites, text):
-    assert replaced_parts._listed(["a", "b", "c", "d"][:n_sites]) == text
+    assert replaced_parts._list_first_three(["a", "b", "c", "d"][:n_sites]) == text

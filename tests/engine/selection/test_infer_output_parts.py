@@ -1,4 +1,4 @@
-"""may_return: which named parts the code of a forward shows that an output can have."""
+"""may_return_part: which named parts the code of a forward shows that an output can have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import pytest
 from torch import Tensor, nn
 
-from hookline.engine.selection.infer_output_parts import may_return
+from hookline.engine.selection.infer_output_parts import may_return_part
 
 if TYPE_CHECKING:
     from elsewhere import Unknown  # type: ignore[import-not-found]
@@ -103,16 +103,16 @@ def another_class(self, x) -> Untyped | None:
     ],
 )
 def test_a_part_that_the_code_shows_is_there(forward):
-    assert may_return(module(forward), "logits")
+    assert may_return_part(module(forward), "logits")
 
 
 @pytest.mark.parametrize("forward", [a_tensor, a_tuple, another_name])
 def test_a_part_that_the_code_does_not_show_is_not(forward):
-    assert not may_return(module(forward), "logits")
+    assert not may_return_part(module(forward), "logits")
 
 
 def test_a_forward_that_is_no_python_function_shows_nothing():
-    assert not may_return(module(print), "logits")
-    assert not may_return(nn.ModuleList(), "logits")
-    assert not may_return(nn.Linear(1, 1), "weight")
-    assert not may_return(module(another_class), "other")
+    assert not may_return_part(module(print), "logits")
+    assert not may_return_part(nn.ModuleList(), "logits")
+    assert not may_return_part(nn.Linear(1, 1), "weight")
+    assert not may_return_part(module(another_class), "other")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
-from hookline.engine.selection.site import glob
+from hookline.engine.selection.site import glob_to_regex
 
 
 def paths(model, selector, **options):
@@ -43,7 +43,7 @@ def paths(model, selector, **options):
     ],
 )
 def test_globs(pattern, matches, refuses):
-    regex = glob(pattern)
+    regex = glob_to_regex(pattern)
     assert all(regex.fullmatch(path) for path in matches)
     assert not any(regex.fullmatch(path) for path in refuses)
 
@@ -56,17 +56,17 @@ def test_a_path_matches_itself_with_any_segment_starred(segments, data):
     path = ".".join(segments)
     k = data.draw(st.integers(0, len(segments) - 1))
     starred = ".".join([*segments[:k], "*", *segments[k + 1 :]])
-    assert glob(path).fullmatch(path)
-    assert glob(starred).fullmatch(path)
-    assert glob("**." + segments[-1]).fullmatch(path)
-    assert glob(path + ".**").fullmatch(path) is None
-    assert glob(path + ".**").fullmatch(path + ".x.y")
+    assert glob_to_regex(path).fullmatch(path)
+    assert glob_to_regex(starred).fullmatch(path)
+    assert glob_to_regex("**." + segments[-1]).fullmatch(path)
+    assert glob_to_regex(path + ".**").fullmatch(path) is None
+    assert glob_to_regex(path + ".**").fullmatch(path + ".x.y")
 
 
 @given(st.text("ab.[]?*!-^1\\", min_size=1, max_size=6), st.text("ab[]?*!-^1\\", max_size=6))
 def test_a_name_whose_signs_are_quoted_matches_itself_alone(name, other):
     quoted = "".join(f"[{sign}]" if sign in "[]?*" else sign for sign in name)
-    regex = glob(quoted)
+    regex = glob_to_regex(quoted)
     assert regex.fullmatch(name)
     assert bool(regex.fullmatch(other)) == (name == other)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.engine.selection.selectors import normalize_root, parse_site
-from hookline.engine.selection.site import PORTS, Site, glob, parse
+from hookline.engine.selection.site import PORTS, Site, glob_to_regex, parse_site_text
 from hookline.errors import SelectionError
 
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)
@@ -64,7 +64,7 @@ def test_the_grammar_of_the_docs(text, expected):
 )
 def test_malformed_sites_say_what_is_wrong_and_show_the_form(text, said):
     with pytest.raises(SelectionError) as caught:
-        parse(text)
+        parse_site_text(text)
     assert said in str(caught.value)
     assert "output" in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 3
@@ -136,16 +136,16 @@ MATCHES = {
 
 @pytest.mark.parametrize("pattern", MATCHES)
 def test_a_glob_matches_these_paths_and_no_others(pattern):
-    regex = glob(pattern)
+    regex = glob_to_regex(pattern)
     assert [path for path in PATHS if regex.fullmatch(path)] == MATCHES[pattern]
 
 
 @pytest.mark.parametrize("pattern", ["{a", "a}", "{a,{b}}"])
 def test_braces_that_are_not_closed_or_nest_are_refused(pattern):
     with pytest.raises(hl.SelectionError, match="malformed glob"):
-        glob(pattern)
+        glob_to_regex(pattern)
 
 
 def test_a_range_that_runs_downwards_is_refused():
     with pytest.raises(hl.SelectionError):
-        glob("a.[9-0]")
+        glob_to_regex("a.[9-0]")

@@ -49,7 +49,7 @@ def test_what_is_run_while_tracing_is_not_run_later():
     class Counter:
         n = 0
 
-        @internals.while_tracing
+        @internals.run_at_trace_time
         def count(self):
             self.n += 1
 
@@ -247,7 +247,7 @@ def test_what_stands_in_for_tensors_is_seen_while_tracing():
     class Look:
         seen = ()
 
-        @internals.while_tracing
+        @internals.run_at_trace_time
         def take(self):
             self.seen = take_fake_tensors()
 

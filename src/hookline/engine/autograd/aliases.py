@@ -111,10 +111,12 @@ def aliasable_tensors(value: Any, *, tuples_only: bool) -> list[Tensor]:
     if not torch.is_grad_enabled():
         return []
     tensors: list[Tensor] = []
-    for tensor in _tensors(value, tuples_only):  # dynamo inlines a comprehension as a call
+    for tensor in _tensors_in_containers(
+        value, tuples_only
+    ):  # dynamo inlines a comprehension as a call
         if tensor.requires_grad and can_be_aliased(tensor):
             tensors.append(tensor)
-    return tensors if len(tensors) < 2 else alias_map(tensors, tensors).things()
+    return tensors if len(tensors) < 2 else alias_map(tensors, tensors).key_list()
 
 
 def can_be_aliased(tensor: Tensor) -> bool:
@@ -130,7 +132,7 @@ def refuse_unaliasable(name: str, values: tuple[Any, ...]) -> None:
     Raises:
         AttachError: an input cannot be aliased.
     """
-    for tensor in _tensors(values, tuples_only=True):
+    for tensor in _tensors_in_containers(values, tuples_only=True):
         if torch.is_grad_enabled() and tensor.requires_grad and not can_be_aliased(tensor):
             kind = "nested" if tensor.is_nested else name_without_torch(tensor.layout)
             raise AttachError(
@@ -140,7 +142,7 @@ def refuse_unaliasable(name: str, values: tuple[Any, ...]) -> None:
             )
 
 
-def _tensors(value: Any, tuples_only: bool) -> list[Tensor]:
+def _tensors_in_containers(value: Any, tuples_only: bool) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     tensors: list[Tensor] = []
@@ -149,5 +151,5 @@ def _tensors(value: Any, tuples_only: bool) -> list[Tensor]:
             if isinstance(part, Tensor):
                 tensors.append(part)
             else:
-                tensors += _tensors(part, tuples_only)
+                tensors += _tensors_in_containers(part, tuples_only)
     return tensors

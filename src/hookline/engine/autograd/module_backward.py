@@ -5,7 +5,7 @@ over all its uses. So the module gets an alias of each input, with the hooks on 
 is a view that adds only a node to the graph. Where a hook needs several gradients at once, a node
 of the graph waits for all of them: a `_GradBarrier`.
 
-All hooks of a call are in one list, by rank, so that the hooks of several lines are called in
+All hooks of a call are in one list, by order, so that the hooks of several lines are called in
 order. So a call's gradients belong to the thread that runs it. They do not belong to a pass, since
 a pass is one line's.
 """
@@ -83,7 +83,7 @@ class CallGradients:
                 GradHook(refuse_ambiguous_gradient, name),
             )
         self._refs = [weakref.ref(alias) for alias in aliases]
-        self._origins: list[Callable[[], Tensor | None]] = [_nothing] * len(tensors)
+        self._origins: list[Callable[[], Tensor | None]] = [_no_input] * len(tensors)
         if call is not None:
             for index, tensor in enumerate(tensors):
                 if must_be_aliased(tensor, call):
@@ -131,12 +131,12 @@ class CallGradients:
         """
         return self._origins[index]()
 
-    def add_hook(self, rank: Order, hook: OneHook | AllHook, index: int | None = None) -> None:
+    def add_hook(self, order: Order, hook: OneHook | AllHook, index: int | None = None) -> None:
         """Add a hook on one of the gradients, or (without an index) on all of them at once."""
         at = len(self._hooks)
-        while at and self._hooks[at - 1][0] > rank:
+        while at and self._hooks[at - 1][0] > order:
             at -= 1
-        self._hooks.insert(at, (rank, index, hook))
+        self._hooks.insert(at, (order, index, hook))
 
     def end_call(self, output: Any) -> None:
         """End the call; an alias that it neither changed nor returned will not change any more.
@@ -207,7 +207,7 @@ def refuse_ambiguous_gradient(name: str) -> None:
     )
 
 
-def _nothing() -> None:
+def _no_input() -> None:
     """Stand for the input of a call that has none in the graph."""
 
 

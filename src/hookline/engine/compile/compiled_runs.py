@@ -179,7 +179,7 @@ class CurrentRun:
         first = current if again is None else again.gradient_pass()
         self._run = run = CompiledRun(first, is_again=again is not None)
         for tap in self._of_one_call:
-            tap.before_run(current)
+            tap.count_earlier_calls(current)
         if self._has_gradients:
             number = run.as_tensor()
             region = current.region

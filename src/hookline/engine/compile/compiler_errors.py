@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from hookline.engine.selection.site import Site
-from hookline.engine.torch_private.dynamo import is_in_operator, is_recompile_limit, is_untraceable
+from hookline.engine.torch_private.dynamo import (
+    is_recompile_limit,
+    is_untraceable,
+    is_untraceable_in_operator,
+)
 
 _UNTRACEABLE = (
     "hookline: the hook at {site} ({type}) cannot be part of a compiled graph; the reason is"
@@ -45,6 +49,6 @@ def explain_error(error: BaseException, site: Site | None) -> str | None:
     if site is not None and is_untraceable(error):
         why = _UNTRACEABLE_GRADIENT if site.is_gradient else _UNTRACEABLE
         return why.format(site=site, type=site.module_type)
-    if site is not None and is_in_operator(error):
+    if site is not None and is_untraceable_in_operator(error):
         return _IN_OPERATOR.format(site=site, type=site.module_type)
     return _LIMIT if is_recompile_limit(error) else None

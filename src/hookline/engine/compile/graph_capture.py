@@ -22,7 +22,7 @@ from hookline.engine.passes.modes import (
 )
 from hookline.engine.passes.passes import Pass, Switch
 from hookline.engine.pytree import tree
-from hookline.engine.torch_private.dynamo import keep_call_in_graphs, while_tracing
+from hookline.engine.torch_private.dynamo import keep_call_in_graphs, run_at_trace_time
 
 Callback = Callable[[Pass, Any], Any]
 
@@ -191,7 +191,7 @@ def _clone_with_graph(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-@while_tracing
+@run_at_trace_time
 def _keep_unwrap_in_graphs() -> None:
     keep_call_in_graphs(_unwrap_transforms)
 

@@ -46,7 +46,7 @@ from hookline.engine.torch_private.dynamo import (
     TracingAttachError,
     graph_input_codes,
     next_hook_number,
-    while_tracing,
+    run_at_trace_time,
 )
 from hookline.engine.torch_private.graph.compiler_state import has_compiled_backward
 from hookline.engine.torch_private.graph.dynamo_fakes import store_fake_tensors, take_fake_tensors
@@ -77,8 +77,8 @@ class GraphGradientTap(GradientTap):
 
     __slots__ = ("is_in_graph",)
 
-    def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
-        super().__init__(site, passes, on, rank)
+    def __init__(self, site: Site, passes: Passes, on: GradientCallback, order: Order) -> None:
+        super().__init__(site, passes, on, order)
         self.is_in_graph: bool = False
 
     def _make_capture(self) -> GraphCapture:
@@ -134,7 +134,7 @@ class GraphGradientTap(GradientTap):
                 hook_in_graph(tensor, address, owner, self.on)
         return outside
 
-    @while_tracing
+    @run_at_trace_time
     def _refuse_vmapped(self) -> None:
         """Refuse a value under vmap that requires a gradient, on which no hook would be called.
 
@@ -144,7 +144,7 @@ class GraphGradientTap(GradientTap):
         if any(map(is_vmapped_with_gradient, take_fake_tensors())) and not self.on.optional:
             raise TracingAttachError(vmapped_gradient_text(str(self.site)))
 
-    @while_tracing
+    @run_at_trace_time
     def _module_id_text(self) -> str:
         """Return the module's id as a string."""
         compiler = self.passes.compiler

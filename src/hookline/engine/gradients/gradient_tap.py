@@ -28,7 +28,7 @@ from hookline.engine.passes.modes import (
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves, outlines, tree
 from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import Order, Tap, no_callback
+from hookline.engine.taps.base import Order, Tap, do_nothing
 from hookline.engine.torch_private.autograd import (
     is_compiled_node,
     outer_backward_number,
@@ -138,8 +138,8 @@ class GradientTap(Tap):
     __slots__ = ("has_warned", "lost", "n_lost", "needless", "off", "on", "part", "placed")
     needs_graph: ClassVar[bool] = True
 
-    def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
-        super().__init__(site, passes, no_callback, rank)
+    def __init__(self, site: Site, passes: Passes, on: GradientCallback, order: Order) -> None:
+        super().__init__(site, passes, do_nothing, order)
         self.takes_blocks = True  # if no graph is there: a graph needs the whole pattern
         self.part: Callable[..., Any] = _leaf_getter(site)
         self.on: GradientCallback = on
@@ -168,7 +168,9 @@ class GradientTap(Tap):
             hook = GradHook(self._receive_unless_pass_freed, weakref.ref(first), pending, slot)
         else:
             hook = GradHook(self.receive_gradient, first, pending, slot)
-        if STOPWATCH.readers and self.rank >= Order.GRAD_READ:  # what only looks is not the model's
+        if (
+            STOPWATCH.readers and self.order >= Order.GRAD_READ
+        ):  # what only looks is not the model's
             return GradHook(STOPWATCH.call_untimed, hook)
         return hook
 
@@ -242,7 +244,7 @@ class GradientTap(Tap):
         This tensor's gradient is over all uses.
         """
         if source.layout is not None:
-            hook = GradHook(source.layout.call, hook)
+            hook = GradHook(source.layout.call_hook, hook)
         if source.tensor is not None:
             self._register_hook(current, source.tensor, hook, owner, trace_order)
             return
@@ -345,7 +347,7 @@ class GradientTap(Tap):
     ) -> None:
         """Hook each tensor of a value. Add the slots of the hooked tensors, by tensor id."""
         is_lone = isinstance(value, Tensor) and not slot_by_result
-        for tensor in (value,) if isinstance(value, Tensor) else tree.distinct(value):
+        for tensor in (value,) if isinstance(value, Tensor) else tree.distinct_tensors(value):
             if id(tensor) in slot_by_id or not tensor.requires_grad:
                 continue
             result = None if is_lone or tensor.grad_fn is None else producer_of(tensor)
@@ -371,7 +373,7 @@ class GradientTap(Tap):
         if aliases is not None and index is not None:
             origin = aliases.aliased_input(index)
             if origin is None:
-                aliases.add_hook(self.rank, hook, index)
+                aliases.add_hook(self.order, hook, index)
             else:
                 self._register_hook(call.current, origin, hook, call.owner)
         elif tensor.grad_fn is not None:
@@ -484,14 +486,14 @@ class GradientTap(Tap):
             )
 
     def _add_backward_note(self, error: Exception) -> None:
-        self._note(error)
+        self._add_error_note(error)
         error.add_note(
             "hookline: the backward pass stopped there. Parameters that it had reached before have"
             " their .grad already, the others not: zero_grad() before you go on."
         )
 
     @property
-    def is_excused(self) -> bool:
+    def may_stay_silent(self) -> bool:
         """Tell whether no gradient was due: the site is optional, or no value requires one."""
         needless = self.needless > 0 and not self.placed
         return not self.on.changes and (self.on.optional or needless)

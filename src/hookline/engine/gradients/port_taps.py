@@ -23,10 +23,10 @@ from hookline.engine.gradients.gradient_tap import (
 )
 from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
 from hookline.engine.pytree import tree
-from hookline.engine.pytree.call_arguments import Arguments
+from hookline.engine.pytree.call_arguments import ArgumentBinder
 from hookline.engine.selection.module_tree import ParameterNode
 from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import ON_INPUTS, HookSpec, Order, Tap, no_callback
+from hookline.engine.taps.base import ON_INPUTS, HookSpec, Order, Tap, do_nothing
 from hookline.engine.torch_private.autograd import (
     base_in_graph,
     is_compiled_node,
@@ -79,7 +79,7 @@ def _returns_recreated_views(module: nn.Module, value: Any) -> bool:
     """
     if isinstance(value, Tensor):
         return False
-    nodes = [(tensor._is_view(), tensor.grad_fn) for tensor in tree.distinct(value)
+    nodes = [(tensor._is_view(), tensor.grad_fn) for tensor in tree.distinct_tensors(value)
              if tensor.grad_fn]  # fmt: skip
     return (
         len(nodes) > 1
@@ -94,9 +94,9 @@ class GradInputTap(GraphGradientTap):
     __slots__ = ("arguments",)
     hooks: tuple[HookSpec] = ON_INPUTS
 
-    def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
-        super().__init__(site, passes, on, rank)
-        self.arguments: Arguments = Arguments()
+    def __init__(self, site: Site, passes: Passes, on: GradientCallback, order: Order) -> None:
+        super().__init__(site, passes, on, order)
+        self.arguments: ArgumentBinder = ArgumentBinder()
 
     def fire(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Wait for the gradients of the inputs: the forward-pre hook on the module."""
@@ -118,7 +118,7 @@ class GradInputTap(GraphGradientTap):
             try:
                 self.hook_tensors(call, self.arguments.bind(module, args, kwargs))
             except Exception as error:
-                self._note(error)
+                self._add_error_note(error)
                 raise
         return new
 
@@ -133,7 +133,7 @@ class RootAliasTap(Tap):
     )
 
     def __init__(self, passes: Passes) -> None:
-        super().__init__(Site("", "grad_input"), passes, no_callback, Order.BORDER)
+        super().__init__(Site("", "grad_input"), passes, do_nothing, Order.BORDER)
 
     def fire(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Alias the root's inputs: the forward-pre hook on the root."""
@@ -199,8 +199,8 @@ class ParameterTap(GradientTap):
         "_counter", "_held", "_is_elsewhere", "_is_sharded", "_n_parts", "_run", "_version",
     )  # fmt: skip
 
-    def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
-        super().__init__(site, passes, on, rank)
+    def __init__(self, site: Site, passes: Passes, on: GradientCallback, order: Order) -> None:
+        super().__init__(site, passes, on, order)
         self._run, self._n_parts = -1, 0
         self._counter: Tensor | None = None
         self._version = 0

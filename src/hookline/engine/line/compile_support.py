@@ -39,7 +39,7 @@ from hookline.engine.torch_private.dynamo import (
     dynamo_config,
     may_have_compiled,
     never_compile_alone,
-    while_tracing,
+    run_at_trace_time,
 )
 from hookline.errors import AttachError
 from hookline.util.fork_safe_lock import fork_safe_lock
@@ -239,7 +239,7 @@ class CompileSupport(Attachment):
             self._mark_new_hooks()
         else:
             for tap in gradients:
-                tap.prepare()
+                tap.prepare_capture()
 
     def drop(self, taps: Iterable[Tap]) -> None:
         """Forget taps that have been removed, and unmark modules that keep no tap of the line."""
@@ -274,7 +274,7 @@ class CompileSupport(Attachment):
             return
         hooked = {id(self._root): self._root}
         for tap in self._new:
-            tap.prepare()
+            tap.prepare_capture()
             node = self._nodes.get(id(tap))
             if isinstance(node, ModuleNode):
                 hooked[id(node.owner)] = node.owner
@@ -411,7 +411,7 @@ class CompileSupport(Attachment):
             self.border = None
 
 
-@while_tracing
+@run_at_trace_time
 def refuse_in_compiled(name: str) -> None:
     """Raise an error for a line that is made inside a function being compiled.
 

@@ -62,10 +62,10 @@ class CallHooks:
         """
         off = self.entries
         for tap in self.taps:
-            hook = tap.closer()
+            hook = tap.closing_hook()
             if hook is not None:
                 closers = self.registrations.entries_of([tap], hook=hook)
-                tap.when_closed(partial(self.registrations.remove_entries, closers))
+                tap.call_when_closed(partial(self.registrations.remove_entries, closers))
                 off = [entry for entry in off if all(entry is not closer for closer in closers)]
         return off
 

@@ -173,7 +173,9 @@ class Line:
             )
         return select_in(self.module_tree, selector, ports)
 
-    def attach_taps(self, selection: Selection, bind: Callable[[Site], Bound], rank: Order) -> None:
+    def attach_taps(
+        self, selection: Selection, bind: Callable[[Site], Bound], order: Order
+    ) -> None:
         """Attach a tap to each site, all or none.
 
         Args:
@@ -181,7 +183,7 @@ class Line:
             bind: returns the callback of a site. For an input or an output, a function of the pass
                 and the value; for a gradient, a `GradientCallback`. A verb that must be as fast as
                 a hand-written hook may return a tap of its own.
-            rank: the order of the taps among the hooks of a module.
+            order: the order of the taps among the hooks of a module.
         """
         places = selection.places
         sites, nodes = [site for site, _ in places], [node for _, node in places]
@@ -191,7 +193,7 @@ class Line:
                     [(RootAliasTap(self.passes), ModuleNode("", self.root, 0))]
                 )
             taps = [
-                bound if isinstance(bound, Tap) else self._make_tap(site, bound, rank)
+                bound if isinstance(bound, Tap) else self._make_tap(site, bound, order)
                 for site, bound in zip(sites, map(bind, sites), strict=True)
             ]
             self.register_taps(list(zip(taps, nodes, strict=True)))
@@ -231,22 +233,22 @@ class Line:
         tap.off += 1  # a frozen parameter
         return False
 
-    def _make_tap(self, site: Site, bound: Any, rank: Order) -> Tap:
+    def _make_tap(self, site: Site, bound: Any, order: Order) -> Tap:
         if isinstance(bound, GradientCallback):
             kinds = {"grad_input": GradInputTap, "grad_output": GradOutputTap}
             return kinds.get(site.port, ParameterTap)(
-                site, self.passes, bound, GRADIENT_ORDERS[rank]
+                site, self.passes, bound, GRADIENT_ORDERS[order]
             )
         if isinstance(bound, BlockwiseCallback):
-            tap = self._make_tap(site, bound.bound, rank)
+            tap = self._make_tap(site, bound.bound, order)
             tap.takes_blocks = not site.leaf
             return tap
         if isinstance(bound, SplitCallback):
-            tap = self._make_tap(site, bound.callback, rank)
+            tap = self._make_tap(site, bound.callback, order)
             tap.halves = bound
             return tap
         kind = InputTap if site.port == "input" else OutputTap
-        return kind(site, self.passes, bound, rank)
+        return kind(site, self.passes, bound, order)
 
     # -- the beginning ---------------------------------------------------------------------------
 
@@ -401,7 +403,11 @@ class Line:
             counts=tuple([tap.fired for tap in taps]),
             why=self._explain_silent(silent) if silent else {},
             excused=frozenset(
-                [tap.site for tap in silent if tap.is_excused or self._operation_glob(tap) in met]
+                [
+                    tap.site
+                    for tap in silent
+                    if tap.may_stay_silent or self._operation_glob(tap) in met
+                ]
             ),
             notes=self._report_notes(),
             removed=tuple(removed),

@@ -119,7 +119,7 @@ class Registrations(Attachment):
         specs = tap.hooks_on(node) if isinstance(node, ParameterNode) else tap.hooks
         for spec in specs:
             hook = getattr(tap, spec.method)
-            order = tap.rank if spec.order is None else spec.order
+            order = tap.order if spec.order is None else spec.order
             if isinstance(node, Optimizer):
                 self._register_by_torch(getattr(node, f"register_{spec.kind}_hook"), hook)
             elif isinstance(node, ParameterNode):
@@ -355,12 +355,12 @@ def _is_being_iterated(hooks: HookDict) -> bool:
     return any(owner is tap for owner in owners for tap in list(iterated_taps))
 
 
-def _hooks_after(hooks: HookDict, rank: Order, foreign: Order, *, prepend: bool) -> list[Any]:
-    """Return the keys of the hooks that are called after a new hook of this rank."""
+def _hooks_after(hooks: HookDict, order: Order, foreign: Order, *, prepend: bool) -> list[Any]:
+    """Return the keys of the hooks that are called after a new hook of this order."""
     return [
         key
         for key, hook in list(hooks.items())
-        if (other := _order_of(hook, foreign)) > rank or (prepend and other == rank)
+        if (other := _order_of(hook, foreign)) > order or (prepend and other == order)
     ]
 
 
@@ -371,4 +371,4 @@ def _order_of(hook: Hook, foreign: Order) -> Order:
     specs: tuple[HookSpec, ...] = getattr(owner, "hooks", ())  # an inert raw tap has none
     orders = (spec.order for spec in specs if spec.method == hook.__name__)
     order = next(orders, None)
-    return owner.rank if order is None else order
+    return owner.order if order is None else order

@@ -20,7 +20,7 @@ from hookline.engine.operations.attention_parts import (
 )
 from hookline.engine.operations.operation import Operation
 from hookline.engine.operations.own_calls import OwnCalls
-from hookline.engine.torch_private.dynamo import TracingAttachError, while_tracing
+from hookline.engine.torch_private.dynamo import TracingAttachError, run_at_trace_time
 from hookline.engine.torch_private.graph.function_modes import (
     OwnMode,
     calling_module,
@@ -144,7 +144,7 @@ class OperationMode(OwnMode):
             return getattr(args[0], key[1:])(*args[1:], **kwargs)
         return self.in_graph[key].call(args, kwargs)
 
-    @while_tracing
+    @run_at_trace_time
     def _key_in_graph(self, func: Any, wanted: str) -> str:
         """Tell how to call a function in a graph. Dynamo itself finds no functions in dicts.
 

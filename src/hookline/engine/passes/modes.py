@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine.torch_private.autograd import backward_number
-from hookline.engine.torch_private.dynamo import while_tracing
+from hookline.engine.torch_private.dynamo import run_at_trace_time
 from hookline.engine.torch_private.graph.checkpoint import is_recomputing
 from hookline.engine.torch_private.modes import (
     is_of_running_transform,
@@ -73,7 +73,7 @@ def is_in_transform() -> bool:
     return running_transform() is not None
 
 
-@while_tracing
+@run_at_trace_time
 def is_compiled_in_transform() -> bool:
     """Tell whether code is compiled inside a transform of torch.func."""
     return is_in_transform()
@@ -170,6 +170,6 @@ def without_autocast(kind: str) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-@while_tracing  # dynamo of torch 2.11 cannot trace is_autocast_available
+@run_at_trace_time  # dynamo of torch 2.11 cannot trace is_autocast_available
 def _has_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)

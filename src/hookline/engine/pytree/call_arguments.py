@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.function_names import ArgumentNames, argument_names
-from hookline.engine.torch_private.dynamo import OLD_DYNAMO, while_tracing
+from hookline.engine.torch_private.dynamo import OLD_DYNAMO, run_at_trace_time
 
 
 @final
-class Arguments:
+class ArgumentBinder:
     """A binder of the arguments of one module's calls to parameter names, and back."""
 
     __slots__ = ("_forward", "_positional")
 
     def __init__(self) -> None:
         # A weak reference, because a forward in a module's `__dict__` may hold that module.
-        self._forward: Callable[[], Any] = _nothing
+        self._forward: Callable[[], Any] = _unknown_forward
         self._positional = ArgumentNames((), None)
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,7 +36,7 @@ class Arguments:
             (value,) = kwargs.values()
             if isinstance(value, Tensor):
                 return value
-        bound = _bind(args, self._parameters_of(module))
+        bound = _bind_positional(args, self._parameters_of(module))
         value = {**bound, **kwargs}
         if len(value) == len(bound) + len(kwargs):
             return value
@@ -50,7 +50,7 @@ class Arguments:
         if isinstance(old, Tensor):
             return ((new,), kwargs) if args else ((), dict.fromkeys(kwargs, new))
         parameters = self._parameters_of(module)
-        bound, rest = _bind(args, parameters), parameters.rest
+        bound, rest = _bind_positional(args, parameters), parameters.rest
         positional = [new[name] for name in bound]
         if rest in bound:
             positional[-1:] = new[rest]
@@ -62,7 +62,7 @@ class Arguments:
         if is_dynamo_compiling():
             # Dynamo before 2.13 makes constants of numbers, and of modules it makes none.
             key = id(module) if OLD_DYNAMO else module
-            names, rest = _traced_names(key).split(";")
+            names, rest = _parameter_names_in_graph(key).split(";")
             return ArgumentNames(tuple(names.split(",")) if names else (), rest or None)
         forward = module.forward
         function = getattr(forward, "__func__", forward)  # each look-up makes a new method object
@@ -71,17 +71,17 @@ class Arguments:
             try:
                 self._forward = weakref.ref(function)
             except TypeError:  # without weak references, the signature is read in each call
-                self._forward = _nothing
+                self._forward = _unknown_forward
         return self._positional
 
 
-def _nothing() -> object:
+def _unknown_forward() -> object:
     """Stand for an unknown forward."""
-    return _nothing
+    return _unknown_forward
 
 
-@while_tracing
-def _traced_names(module: Any) -> str:
+@run_at_trace_time
+def _parameter_names_in_graph(module: Any) -> str:
     """Join the names of a forward's positional parameters in one text, which a graph can hold.
 
     Compiled code is guarded on the code of the forward, through which it calls the forward. If
@@ -97,7 +97,7 @@ def _traced_names(module: Any) -> str:
     return f"{','.join(names)};{rest or ''}"
 
 
-def _bind(args: tuple[Any, ...], parameters: ArgumentNames) -> dict[str, Any]:
+def _bind_positional(args: tuple[Any, ...], parameters: ArgumentNames) -> dict[str, Any]:
     """Bind positional arguments by name; arguments without a parameter are numbered: `arg2`."""
     names, rest = parameters
     bound = dict(zip(names, args, strict=False))
@@ -108,7 +108,7 @@ def _bind(args: tuple[Any, ...], parameters: ArgumentNames) -> dict[str, Any]:
             # A decorated forward may take more arguments than its signature says, and the signature
             # may have an `arg2`.
             for k in range(len(names), len(args)):
-                bound[_distinct(f"arg{k}", "*", bound)] = args[k]
+                bound[_make_distinct(f"arg{k}", "*", bound)] = args[k]
     return bound
 
 
@@ -120,12 +120,12 @@ def _distinct_keyword_names(kwargs: dict[str, Any], taken: dict[str, Any]) -> di
     used = {*taken, *kwargs}
     names = {}
     for name in kwargs:
-        names[name] = _distinct(name, "**", used) if name in taken else name
+        names[name] = _make_distinct(name, "**", used) if name in taken else name
         used.add(names[name])
     return names
 
 
-def _distinct(name: str, mark: str, used: Collection[str]) -> str:
+def _make_distinct(name: str, mark: str, used: Collection[str]) -> str:
     while name in used:
         name = mark + name
     return name

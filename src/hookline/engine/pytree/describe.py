@@ -79,14 +79,18 @@ def _container_difference(old: Any, new: Any, at: str) -> str:
 
 
 def _tensor_difference(old: Tensor, new: Tensor, at: str) -> str | None:
-    if (_size(old), old.dtype, old.device) != (_size(new), new.dtype, new.device):
+    if (_shape_to_compare(old), old.dtype, old.device) != (
+        _shape_to_compare(new),
+        new.dtype,
+        new.device,
+    ):
         return f"expected {in_full(old)}{at}, got {in_full(new)}"
     if old.layout is not new.layout:
         return f"expected the layout {old.layout}{at}, got {new.layout}"
     return None
 
 
-def _size(tensor: Tensor) -> Any:
+def _shape_to_compare(tensor: Tensor) -> Any:
     is_strided = tensor.is_nested and tensor.layout is torch.strided
     return shape(tensor) if is_strided else tensor.shape
 
@@ -128,10 +132,10 @@ def _n_bytes(tensor: Any) -> int:
 
 def in_full(tensor: Tensor) -> str:
     """Write a tensor's shape, dtype and device: `Tensor[2, 3] float32 on cpu`."""
-    return f"{in_words(tensor)} {kind(tensor)}"
+    return f"{in_words(tensor)} {dtype_and_device(tensor)}"
 
 
-def kind(tensor: Tensor) -> str:
+def dtype_and_device(tensor: Tensor) -> str:
     """Write a tensor's dtype and device: `float32 on cpu`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 

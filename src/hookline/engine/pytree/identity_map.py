@@ -41,7 +41,7 @@ class IdentityMap(Generic[V]):
         key = self._key(item)
         return self._entries[key][1] if key in self._entries else None
 
-    def things(self) -> list[Any]:
+    def key_list(self) -> list[Any]:
         """Return all keys, in order."""
         return [item for item, _ in self._entries.values()]
 

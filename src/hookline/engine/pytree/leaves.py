@@ -23,7 +23,7 @@ def get(value: Any, leaf: Leaf, where: str) -> Any:
     part = value
     for depth, key in enumerate(leaf):
         parts = None if isinstance(part, _SETS) else items(part)  # a set has no order
-        index = _find(parts, key) if parts is not None else None
+        index = _index_of_key(parts, key) if parts is not None else None
         if parts is None or index is None:
             keys = f"with [{', '.join(repr(k) for k, _ in parts)}]" if parts else "without parts"
             remedy = "Select one of these, or the whole value." if parts else "Drop the leaf."
@@ -47,7 +47,7 @@ def put(value: Any, leaf: Leaf, new: Any, where: str = "the value") -> Any:
         return new
     parts = items(value)
     assert parts is not None
-    position = _find(parts, leaf[0])
+    position = _index_of_key(parts, leaf[0])
     assert position is not None
     changed = [part for _, part in parts]
     changed[position] = put(changed[position], leaf[1:], new, where)
@@ -55,7 +55,7 @@ def put(value: Any, leaf: Leaf, new: Any, where: str = "the value") -> Any:
         return rebuild(value, changed)
     try:
         container = rebuild(value, changed)
-        if _is_like(container, value, changed):
+        if _has_same_parts(container, value, changed):
             return container
         error = None
     except Exception as raised:
@@ -72,7 +72,7 @@ def put(value: Any, leaf: Leaf, new: Any, where: str = "the value") -> Any:
 _PLAIN = (tuple, list, dict)
 
 
-def _is_like(container: Any, value: Any, parts: list[Any]) -> bool:
+def _has_same_parts(container: Any, value: Any, parts: list[Any]) -> bool:
     """Tell whether a container is of the same class as another, with these parts."""
     if type(container) is not type(value):
         return False
@@ -86,7 +86,7 @@ def _is_like(container: Any, value: Any, parts: list[Any]) -> bool:
     )
 
 
-def _find(parts: list[tuple[Key, Any]], key: Key) -> int | None:
+def _index_of_key(parts: list[tuple[Key, Any]], key: Key) -> int | None:
     """Return the index of a key: by itself, or a number by order (as `ModelOutput` allows)."""
     for position, (name, _) in enumerate(parts):
         if name == key and type(name) is type(key):

@@ -28,7 +28,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.pytree.identity_map import IdentityMap
 from hookline.engine.torch_private.distributed import local_part
-from hookline.engine.torch_private.dynamo import OLD_DYNAMO, while_tracing
+from hookline.engine.torch_private.dynamo import OLD_DYNAMO, run_at_trace_time
 from hookline.errors import warn
 
 Key = str | int
@@ -70,10 +70,10 @@ def items(value: Any) -> list[tuple[Key, Any]] | None:
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-    return attributes(value) if _is_plain(type(value)) else None
+    return attributes(value) if _consists_of_attributes(type(value)) else None
 
 
-def _is_plain(kind: type) -> bool:
+def _consists_of_attributes(kind: type) -> bool:
     """Tell whether objects of a class consist of their attributes, and so can be walked and copied.
 
     Classes of the standard library do not count (a logger would drag its whole tree along), nor do
@@ -125,7 +125,7 @@ def rebuild(value: Any, parts: list[Any], *, exact: bool = True) -> Any:
             new = parts if isinstance(value, MappingView) else dict(zip(keys, parts, strict=True))
         return new
     new = _copy_to_fill(value)
-    _fill(new, [key for key, _ in items(value) or ()], parts)
+    _fill_parts(new, [key for key, _ in items(value) or ()], parts)
     return new
 
 
@@ -143,7 +143,7 @@ def _rebuild_tuple(value: Any, parts: list[Any]) -> Any:
 
 def _with_attributes_of(value: Any, new: Any) -> Any:
     """Give a new object the attributes of another that it lacks."""
-    if OLD_DYNAMO and is_dynamo_compiling() and _has_parts_alone(type(value)):
+    if OLD_DYNAMO and is_dynamo_compiling() and _holds_only_parts(type(value)):
         return new  # dynamo does not see the `__dict__` of what the graph makes
     attributes = getattr(value, "__dict__", None)
     if attributes and attributes.keys() != new.__dict__.keys():
@@ -151,8 +151,8 @@ def _with_attributes_of(value: Any, new: Any) -> Any:
     return new
 
 
-@while_tracing
-def _has_parts_alone(kind: Any) -> bool:
+@run_at_trace_time
+def _holds_only_parts(kind: Any) -> bool:
     """Tell whether all that a named tuple or dataclass holds are parts, which are filled in."""
     if not dataclasses.is_dataclass(kind):
         return issubclass(kind, tuple) and not kind.__dictoffset__
@@ -224,7 +224,7 @@ def _empty_model_output(value: OrderedDict[Any, Any]) -> Any:
     return new
 
 
-def _fill(new: Any, keys: list[Key], parts: list[Any]) -> None:
+def _fill_parts(new: Any, keys: list[Key], parts: list[Any]) -> None:
     if isinstance(new, list):
         new[:] = parts
     elif isinstance(new, deque):
@@ -258,10 +258,14 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     They are copied because a cache goes on growing after it was recorded, even a cache that was
     empty.
     """
-    return change(value) if isinstance(value, Tensor) else _map(change, value, IdentityMap(), 0)
+    return (
+        change(value) if isinstance(value, Tensor) else _map_nested(change, value, IdentityMap(), 0)
+    )
 
 
-def _map(change: Callable[[Tensor], Any], value: Any, seen: IdentityMap[Any], depth: int) -> Any:
+def _map_nested(
+    change: Callable[[Tensor], Any], value: Any, seen: IdentityMap[Any], depth: int
+) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in PLAIN_ATOMS:
@@ -275,13 +279,13 @@ def _map(change: Callable[[Tensor], Any], value: Any, seen: IdentityMap[Any], de
         warn(f"a value is nested deeper than {_DEEPEST} levels; deeper parts are kept as they are.")
         return value
     if isinstance(value, (tuple, frozenset)):
-        mapped = [_map(change, part, seen, depth + 1) for _, part in parts]
+        mapped = [_map_nested(change, part, seen, depth + 1) for _, part in parts]
         new = seen[value] = rebuild(value, mapped)
         return new
     if is_dynamo_compiling() and isinstance(value, dict) and dataclasses.is_dataclass(value):
         # transformers' ModelOutput: a graph cannot hold an instance that is made first and then
         # filled.
-        fields = {str(key): _map(change, part, seen, depth + 1) for key, part in parts}
+        fields = {str(key): _map_nested(change, part, seen, depth + 1) for key, part in parts}
         new = seen[value] = type(value)(**fields)
         return new
     return _map_filled(change, value, parts, seen, depth)
@@ -297,9 +301,11 @@ def _map_filled(
         return _keep_uncopied(value, parts, seen, error)
     # The copy exists before its parts, so that a value that contains itself is copied as such.
     seen[value] = shell
-    mapped = [_map(change, part, seen, depth + 1) for _, part in parts]  # its errors are raised
+    mapped = [
+        _map_nested(change, part, seen, depth + 1) for _, part in parts
+    ]  # its errors are raised
     try:
-        _fill(shell, [key for key, _ in parts], mapped)
+        _fill_parts(shell, [key for key, _ in parts], mapped)
     except Exception as error:
         return _keep_uncopied(value, parts, seen, error)
     return shell
@@ -329,7 +335,7 @@ def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
             yield leaf, part
 
 
-def distinct(value: Any) -> list[Tensor]:
+def distinct_tensors(value: Any) -> list[Tensor]:
     """Return the tensors in a value, each once. Not for code being compiled."""
     return list({id(tensor): tensor for _, tensor in tensors(value)}.values())
 

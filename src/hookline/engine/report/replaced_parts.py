@@ -101,7 +101,7 @@ class Originals:
     def __post_init__(self) -> None:
         self._core = None if self._root is None else unwrap(self._root)
 
-    def add(self, places: Iterable[tuple[Site, Node]]) -> None:
+    def add_sites(self, places: Iterable[tuple[Site, Node]]) -> None:
         """Add sites that have no tap of their own."""
         self._further += places
         self._n_linked = -1
@@ -117,9 +117,9 @@ class Originals:
         # Most lines see one pass. For that, comparing all modules takes less time than noting
         # which of them matter.
         tree, self._tree = self._tree, None
-        if tree is not None and self._is_untouched(tree):
+        if tree is not None and self._is_tree_unchanged(tree):
             return
-        if self._n_linked == len(self._taps) and self._are_in_place():
+        if self._n_linked == len(self._taps) and self._are_linked_in_place():
             return
         with self._lock:
             replacements = self._find_replaced()
@@ -138,7 +138,7 @@ class Originals:
 
     # -- the quick look ----------------------------------------------------------------------------
 
-    def _is_untouched(self, tree: ModuleTree) -> bool:
+    def _is_tree_unchanged(self, tree: ModuleTree) -> bool:
         """Tell whether every module of the model is where it was when the line was attached."""
         root = self._root
         if root is None or unwrap(root) is not self._core:
@@ -151,7 +151,7 @@ class Originals:
             for node in parents
         )
 
-    def _are_in_place(self) -> bool:
+    def _are_linked_in_place(self) -> bool:
         root = self._root  # another thread may end the line meanwhile
         if root is None or unwrap(root) is not self._core:
             return root is None
@@ -163,7 +163,7 @@ class Originals:
                 return False
         return all(starmap(_is_held, self._tensors)) or in_functional_call()
 
-    def _note_places(self, nodes: list[Node]) -> None:
+    def _link_nodes(self, nodes: list[Node]) -> None:
         """Note the places of the modules and parameters of some nodes."""
         above = {node.parent for node in nodes}
         waiting = list(above)
@@ -172,19 +172,19 @@ class Originals:
                 above.add(node.parent)
                 waiting.append(node.parent)
         self._linked = [
-            (table_holder(node.parent.module, "_modules"), _name_of(node), node.module)
+            (table_holder(node.parent.module, "_modules"), _last_path_part(node), node.module)
             for node in {*nodes, *above}
             if type(node) is ModuleNode and node.parent is not None
         ]
         self._tensors = [
-            (table_holder(node.parent.module, "_parameters"), _name_of(node), node)
+            (table_holder(node.parent.module, "_parameters"), _last_path_part(node), node)
             for node in nodes
-            if isinstance(node, ParameterNode) and node.parent and self._is_always_held(node)
+            if isinstance(node, ParameterNode) and node.parent and self._stays_in_model(node)
         ]
 
     # -- the search --------------------------------------------------------------------------------
 
-    def _places(self) -> Iterator[tuple[Site, Node]]:
+    def _untold_nodes(self) -> Iterator[tuple[Site, Node]]:
         """Yield the sites that are on the model and not told yet."""
         for tap in list(self._taps):
             node = self._nodes.get(id(tap))
@@ -198,27 +198,27 @@ class Originals:
         """Find the sites that were replaced and not told yet."""
         root, n_taps = self._root, len(self._taps)
         if self._n_linked != n_taps:
-            self._note_places([*self._nodes.values(), *(node for _, node in self._further)])
+            self._link_nodes([*self._nodes.values(), *(node for _, node in self._further)])
             self._n_linked = n_taps
-        if root is None or self._are_in_place():
+        if root is None or self._are_linked_in_place():
             return []
         self._has_parameters = sharding_kind(root) != "FSDP1"
         tree = module_tree(root)
         search = _Search(tree)
         replacements, nodes = [], []
-        for site, node in self._places():
-            replacement = search.find(site, node) if self._is_always_held(node) else None
+        for site, node in self._untold_nodes():
+            replacement = search.find(site, node) if self._stays_in_model(node) else None
             if replacement is None:
-                nodes.append(node.now_in(tree) or node)
+                nodes.append(node.find_in(tree) or node)
             else:
                 replacements.append(replacement)
         if not replacements:
             # The next look is quick again: it knows the wrappers and the other paths.
             self._core = unwrap(root)
-            self._note_places(nodes)
+            self._link_nodes(nodes)
         return replacements
 
-    def _is_always_held(self, node: Node) -> bool:
+    def _stays_in_model(self, node: Node) -> bool:
         """Tell whether the model holds the object of a node under its path all the time."""
         if isinstance(node, ModuleNode):
             return True
@@ -234,11 +234,13 @@ class Originals:
             many = len(places) > 1
             text = self.consequence.gone if is_gone else self.consequence.moved
             outcome = text.format(
-                sites=_listed([str(new.site) for new in group]),
-                now=_listed([str(new.now) for new in group]),
+                sites=_list_first_three([str(new.site) for new in group]),
+                now=_list_first_three([str(new.now) for new in group]),
                 kind=kind + "s" * many,
             )
-            subject = f"the {kind}{'s' * many} {_listed(places)} {'were' if many else 'was'}"
+            subject = (
+                f"the {kind}{'s' * many} {_list_first_three(places)} {'were' if many else 'was'}"
+            )
             parts.append(f"{subject} {event} {_SINCE}, so {outcome}")
         more = sum(map(len, list(groups.values())[3:]))
         remainder = f"; and {plural(more, 'more site')}" if more else ""
@@ -248,7 +250,7 @@ class Originals:
         )
 
 
-def _name_of(node: Node) -> str:
+def _last_path_part(node: Node) -> str:
     """Return the name under which a module holds a node's object."""
     return node.path.rpartition(".")[2]
 
@@ -268,7 +270,7 @@ def _is_held(attributes: dict[str, Any], name: str, node: ParameterNode) -> bool
 _SINCE = "after the line was attached"
 
 
-def _listed(texts: list[str]) -> str:
+def _list_first_three(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + f" and {len(texts) - 3} more" * (len(texts) > 3)
 
 
@@ -284,47 +286,49 @@ class _Search:
         """Return the replacement of a site; None for a site whose object is at one of its paths."""
         if isinstance(node, ParameterNode):
             return self._find_parameter(site, node)
-        if self._is_there(node):
+        if self._is_at_own_path(node):
             return None
-        return self._find_above(site, node, node.now_in(self._tree))
+        return self._find_above(site, node, node.find_in(self._tree))
 
-    def _is_there(self, node: Node) -> bool:
-        now = node.now_in(self._tree)
+    def _is_at_own_path(self, node: Node) -> bool:
+        now = node.find_in(self._tree)
         return now is not None and not set(now.paths).isdisjoint(node.paths)
 
     def _find_above(self, site: Site, node: ModuleNode, now: Node | None) -> Replacement:
         """Return the replacement of a site: of the outermost replaced module on its path."""
         outermost, above = node, node.parent
         while above is not None:
-            if not self._is_there(above):
+            if not self._is_at_own_path(above):
                 outermost = above
             above = above.parent
         successor, event = self._tree.by_path.get(outermost.path), "removed"
         if successor is not None:
-            event = _replaced(outermost.type_name, successor.type_name)
-        return Replacement(site, "module", path_text(outermost.path), event, _new_site(site, now))
+            event = _replacement_text(outermost.type_name, successor.type_name)
+        return Replacement(
+            site, "module", path_text(outermost.path), event, _site_in_model(site, now)
+        )
 
     def _find_parameter(self, site: Site, node: ParameterNode) -> Replacement | None:
         if self._is_functional or node.parent is None:
             return None
-        now = node.now_in(self._tree)
-        if self._is_there(node):
+        now = node.find_in(self._tree)
+        if self._is_at_own_path(node):
             if value_address(node.tensor) == node.address:
                 return None
             event = "swapped (torch.utils.swap_tensors)"
             return Replacement(site, "parameter", node.path, event, None)
-        if not self._is_there(node.parent):
+        if not self._is_at_own_path(node.parent):
             return self._find_above(site, node.parent, now)
-        successor = dict(own_parameters(node.parent.module).items()).get(_name_of(node))
+        successor = dict(own_parameters(node.parent.module).items()).get(_last_path_part(node))
         event = "unregistered"  # a parametrization leaves an attribute of the same name
         if successor is not None:
-            event = _replaced(type(node.tensor).__name__, type(successor).__name__)
-        return Replacement(site, "parameter", node.path, event, _new_site(site, now))
+            event = _replacement_text(type(node.tensor).__name__, type(successor).__name__)
+        return Replacement(site, "parameter", node.path, event, _site_in_model(site, now))
 
 
-def _replaced(before: str, now: str) -> str:
+def _replacement_text(before: str, now: str) -> str:
     return f"replaced ({'another ' + now if now == before else before + ' before, ' + now} now)"
 
 
-def _new_site(site: Site, now: Node | None) -> Site | None:
+def _site_in_model(site: Site, now: Node | None) -> Site | None:
     return None if now is None else replace(site, path=now.path)

@@ -141,7 +141,7 @@ class Report(Result):
         # Silent sites come first, because readers look for them.
         return Printout(
             title=f"hl.{self.name}",
-            head=f" on {self._state()}",
+            head=f" on {self._head_text()}",
             headings=_HEADINGS,
             rows=sorted(rows, key=lambda row: row[2] != "0"),
             notes=[*notes, *self._advice()],
@@ -149,7 +149,7 @@ class Report(Result):
             is_compact=True,
         )
 
-    def _state(self) -> str:
+    def _head_text(self) -> str:
         """Write the class of the model and the numbers of the line: the head, after its name."""
         return (
             f"{self.model_type}: {plural(len(self.sites), 'site')},"

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 
-def may_return(module: nn.Module, name: str) -> bool:
+def may_return_part(module: nn.Module, name: str) -> bool:
     """Tell whether the code of a module's forward shows that its output has a part of this name.
 
     The annotation of what it returns decides. Without one, or where this is a mapping, the names in
@@ -25,9 +25,9 @@ def may_return(module: nn.Module, name: str) -> bool:
         annotation = typing.get_type_hints(forward).get("return", Any)
     except Exception:  # a name that only a type checker knows
         annotation = Any
-    if any(_has_field(kind, name) for kind in _members(annotation)):
+    if any(_has_field(kind, name) for kind in _union_members(annotation)):
         return True
-    if not isinstance(code, CodeType) or not any(map(_is_open, _members(annotation))):
+    if not isinstance(code, CodeType) or not any(map(_allows_any_name, _union_members(annotation))):
         return False
     used = (forward.__globals__.get(used) for used in code.co_names)
     # The keys of a dict are constants; the names of arguments are a constant tuple.
@@ -35,12 +35,12 @@ def may_return(module: nn.Module, name: str) -> bool:
     return any(name in each for each in constants) or any(_has_field(kind, name) for kind in used)
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
+def _union_members(annotation: Any) -> tuple[Any, ...]:
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
-def _is_open(annotation: Any) -> bool:
+def _allows_any_name(annotation: Any) -> bool:
     """Tell whether an annotation leaves open which parts there are by name."""
     kind = typing.get_origin(annotation) or annotation
     return kind is Any or (isinstance(kind, type) and issubclass(kind, Mapping))

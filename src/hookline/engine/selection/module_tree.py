@@ -54,7 +54,7 @@ class ModuleNode:
         """Return the sort key in registration order: the module's index, then 0."""
         return self.index, 0
 
-    def now_in(self, tree: ModuleTree) -> ModuleNode | None:
+    def find_in(self, tree: ModuleTree) -> ModuleNode | None:
         """Return the node of the module in a tree; None if the module has left the model."""
         return tree.modules_by_id.get(id(self.module))
 
@@ -104,9 +104,9 @@ class OperationNode(ModuleNode):
         """Return the sort key in registration order: after the module itself."""
         return self.index, 1
 
-    def now_in(self, tree: ModuleTree) -> ModuleNode | None:
+    def find_in(self, tree: ModuleTree) -> ModuleNode | None:
         """Return the node of the operation in a tree; None if the module has left the model."""
-        host = self.host.now_in(tree)
+        host = self.host.find_in(tree)
         return None if host is None else OperationNode.of(host, self.name, self.glob)
 
 
@@ -133,7 +133,7 @@ class ParameterNode:
         """Return all paths of the tensor, the first path first."""
         return (self.path, *self.aliases)
 
-    def now_in(self, tree: ModuleTree) -> ParameterNode | None:
+    def find_in(self, tree: ModuleTree) -> ParameterNode | None:
         """Return the node of the tensor in a tree; None if the tensor has left the model."""
         return tree.tensors_by_id.get(id(self.tensor))
 
@@ -154,7 +154,7 @@ class ModuleTree:
     @functools.cached_property
     def tensors(self) -> list[ParameterNode]:
         """Return the parameters, in registration order."""
-        return _parameters(self.nodes)
+        return _parameter_nodes(self.nodes)
 
     @functools.cached_property
     def by_path(self) -> dict[str, ModuleNode]:
@@ -268,7 +268,7 @@ class _Walk:
         self.above.discard(key)
 
 
-def _parameters(nodes: list[ModuleNode]) -> list[ParameterNode]:
+def _parameter_nodes(nodes: list[ModuleNode]) -> list[ParameterNode]:
     nodes_by_id: dict[int, ParameterNode] = {}
     pairs = [pair for node in nodes for pair in fsdp2_parameter_pairs(node.module)]
     shards = {id(part): pair[0] for pair in pairs for part in pair if part is not None}

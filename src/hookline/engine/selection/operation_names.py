@@ -7,7 +7,7 @@ import difflib
 from hookline.engine.function_names import functions_by_name, is_tensor_attribute
 from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.selection.module_tree import ModuleNode
-from hookline.engine.selection.site import glob, path_text
+from hookline.engine.selection.site import glob_to_regex, path_text
 from hookline.engine.torch_private.graph.function_modes import is_exported
 from hookline.engine.torch_private.modules import is_scripted
 from hookline.errors import AttachError, SelectionError
@@ -27,7 +27,7 @@ def operation_names(text: str, host: str) -> list[str]:
     if text in known:
         return [text]
     if "{" in text or "*" in text or "?" in text:
-        matches = glob(text).fullmatch
+        matches = glob_to_regex(text).fullmatch
         if names := [name for name in known if matches(name)]:
             return names
     list_them = f"\nhl.operations(model, x, {host or '(root)'!r}) lists what a module calls."

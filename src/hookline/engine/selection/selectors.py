@@ -31,7 +31,15 @@ from hookline.engine.selection.module_tree import (
     require_model,
 )
 from hookline.engine.selection.operation_names import operation_names, refuse_exported
-from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse, paths_above
+from hookline.engine.selection.site import (
+    PORTS,
+    ROOT,
+    Site,
+    SiteText,
+    glob_to_regex,
+    parse_site_text,
+    paths_above,
+)
 from hookline.engine.selection.suggestions import SelectorParts, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, lacks_forward, unwrap
 from hookline.errors import SelectionError
@@ -50,7 +58,7 @@ def _sort_key(place: SitedNode) -> tuple[int, int, int]:
     return module, PORTS.index(site.port) if site.port in PORTS else -1, within
 
 
-def _in_order(pairs: Iterable[SitedNode]) -> list[SitedNode]:
+def _sort_sited_nodes(pairs: Iterable[SitedNode]) -> list[SitedNode]:
     """Sort places by registration order, and drop duplicates."""
     places = list(pairs)
     # Most selections are one port of modules in order; checking this costs a tenth of sorting.
@@ -84,7 +92,9 @@ class Selection(Result):
 
     def __init__(self, tree: ModuleTree, places: Iterable[SitedNode]) -> None:
         self._tree = tree
-        self.places: list[SitedNode] = _in_order(places)  # each site with its module or parameter
+        self.places: list[SitedNode] = _sort_sited_nodes(
+            places
+        )  # each site with its module or parameter
         self._sites = tuple([site for site, _ in self.places])
 
     @property
@@ -236,12 +246,12 @@ def select_in(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> S
     An event such as "state_dict" may stand for a port. Such a site belongs to the module itself,
     which then needs no forward.
     """
-    return Selection(tree, _match(tree, selector, ports))
+    return Selection(tree, _match_sites(tree, selector, ports))
 
 
 def parse_site(text: str, paths: Container[str] = ()) -> Site:
     """Parse the text of one site, which is not a glob; `paths` are the known paths."""
-    parts = parse(text, paths)
+    parts = parse_site_text(text, paths)
     return Site(parts.path, parts.port or "output", parts.leaf, parts.call)
 
 
@@ -261,7 +271,9 @@ def normalize_root(text: str) -> str:
     return (text if site.path else str(site)) + sign + run
 
 
-def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iterable[SitedNode]:
+def _match_sites(
+    tree: ModuleTree, selector: Selector, ports: tuple[str, ...]
+) -> Iterable[SitedNode]:
     if isinstance(selector, Selection):
         return _revalidate(tree, selector)
     if isinstance(selector, Site):
@@ -272,7 +284,7 @@ def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iter
                 "a list of selectors must name at least one site, got an empty one."
                 "\nGive None for every module."
             )
-        return [pair for part in selector for pair in _match(tree, part, ports)]
+        return [pair for part in selector for pair in _match_sites(tree, part, ports)]
     if isinstance(selector, str) and selector.startswith(".") and tree.nodes:
         root, ends = tree.nodes[0].module, [""]
         if ":" not in selector:  # a part's site may name a port: that of its gradient is asked for
@@ -280,14 +292,14 @@ def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iter
         sites = [
             site for end in dict.fromkeys(ends) for site in sites_of_part(root, selector + end)
         ]
-        return _match(tree, sites, ports)
-    places, query = _find(tree, selector, ports)
+        return _match_sites(tree, sites, ports)
+    places, query = _match_one_selector(tree, selector, ports)
     if not places:
         raise SelectionError(explain_no_match(tree, query))
     return places
 
 
-def _find(
+def _match_one_selector(
     tree: ModuleTree, selector: Selector, ports: tuple[str, ...]
 ) -> tuple[list[SitedNode], SelectorParts]:
     """Find the sites that one selector matches, if any, and describe the selector for messages."""
@@ -323,7 +335,7 @@ def _matches_anything(
 ) -> bool:
     """Tell whether a selector matches anything; a selector with a syntax error matches nothing."""
     try:
-        return bool(_find(tree, selector, ports if port is None else (port,))[0])
+        return bool(_match_one_selector(tree, selector, ports if port is None else (port,))[0])
     except SelectionError:
         return False
 
@@ -339,7 +351,7 @@ def _revalidate(tree: ModuleTree, selection: Selection) -> Iterable[SitedNode]:
             " hl.select(model, ...)."
         )
     for site, node in selection.places:
-        now = node.now_in(tree)
+        now = node.find_in(tree)
         if now is None or now.path != node.path:
             raise SelectionError(
                 f"{site} is no longer there: the model changed since it was selected."
@@ -384,7 +396,7 @@ def _match_tensors(
         exact = [node for node in tree.tensors if text.path in node.paths]
         if exact:
             return exact
-        matches = glob(text.path).fullmatch
+        matches = glob_to_regex(text.path).fullmatch
     elif isinstance(selector, re.Pattern):
         matches = selector.search
     return [
@@ -400,13 +412,13 @@ def _match_text(tree: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleN
         return SiteText(selector, None, (), None), [exact]
     nodes = tree.nodes or tree.tensors if selector.startswith(ROOT) else ()
     paths = {path for node in nodes for path in node.paths}
-    text = parse(selector, paths)
+    text = parse_site_text(selector, paths)
     if text.path in tree.by_path and text.path:  # a name may contain characters of the grammar
         return text, [tree.by_path[text.path]]
     host, sign, name = text.path.rpartition("@")
     if sign:
         return _match_operations(tree, text, host, name)
-    matches = glob(text.path).fullmatch
+    matches = glob_to_regex(text.path).fullmatch
     # `*` matches one segment, and the root's path has no segment.
     below = tree.nodes if text.path in ("", "**") else tree.nodes[1:]
     return text, [

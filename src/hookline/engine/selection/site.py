@@ -115,10 +115,10 @@ class SiteText:
     call: int | None
 
 
-def parse(text: str, paths: Container[str] = ()) -> SiteText:
+def parse_site_text(text: str, paths: Container[str] = ()) -> SiteText:
     """Parse the text of a site or glob.
 
-        >>> parse("h.*:output[0]#2")
+        >>> parse_site_text("h.*:output[0]#2")
         SiteText(path='h.*', port='output', leaf=(0,), call=2)
 
     Args:
@@ -146,10 +146,10 @@ def parse(text: str, paths: Container[str] = ()) -> SiteText:
         raise _malformed(text, why)
     roots = {ROOT: ROOT if ROOT in paths else "", _NAMED_ROOT: ROOT}
     path = roots.get(match["path"], match["path"])
-    return SiteText(path, port, tuple(map(_key, keys)), None if call is None else int(call))
+    return SiteText(path, port, tuple(map(_leaf_key, keys)), None if call is None else int(call))
 
 
-def _key(match: re.Match[str]) -> Key:
+def _leaf_key(match: re.Match[str]) -> Key:
     if match["number"] is not None:
         return int(match["number"])
     # Quoted keys are written by repr, so they are parsed as Python literals.
@@ -163,7 +163,7 @@ def _malformed(text: str, why: str) -> SelectionError:
     )
 
 
-def glob(pattern: str) -> re.Pattern[str]:
+def glob_to_regex(pattern: str) -> re.Pattern[str]:
     """Translate a path glob to a regex.
 
     - `*` matches any text within a segment, and `?` one character.
@@ -193,16 +193,16 @@ def glob(pattern: str) -> re.Pattern[str]:
         elif token in ("*", "?"):
             out.append("[^.]" + "*" * (token == "*"))
         elif token[0] == "[" and len(token) > 2:
-            out.append(_one_of(token, pattern))
+            out.append(_translate_brackets(token, pattern))
         elif token[0] == "{":
             options = token[1:-1].split(",")
-            out.append("(?:" + "|".join(glob(option).pattern for option in options) + ")")
+            out.append("(?:" + "|".join(glob_to_regex(option).pattern for option in options) + ")")
         else:
             out.append(re.escape(token))
     return re.compile("".join(out))
 
 
-def _one_of(token: str, pattern: str) -> str:
+def _translate_brackets(token: str, pattern: str) -> str:
     """Translate `[0-9]` or `[!0-9]`, which never match a dot."""
     is_other = token[1] == "!" and len(token) > 3
     characters = re.sub(r"[\\^\[\]&~|]", r"\\\g<0>", token[1 + is_other : -1])

@@ -14,9 +14,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from hookline.display.text import listed, plural
 from hookline.engine.pytree.describe import in_words
-from hookline.engine.selection.infer_output_parts import may_return
+from hookline.engine.selection.infer_output_parts import may_return_part
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree
-from hookline.engine.selection.site import ROOT, SiteText, glob, path_text
+from hookline.engine.selection.site import ROOT, SiteText, glob_to_regex, path_text
 from hookline.errors import SelectionError
 
 _MOST_CLOSE = 4
@@ -40,7 +40,7 @@ class SelectorParts:
         written = self.selector if isinstance(self.selector, str) else ""
         return written[len(self.text.path) :] if written.startswith(self.text.path) else ""
 
-    def working(self, *candidates: str) -> list[str]:
+    def matching(self, *candidates: str) -> list[str]:
         """Return the candidates that match something."""
         return [candidate for candidate in candidates if self.works(candidate)]
 
@@ -57,13 +57,13 @@ def explain_no_match(tree: ModuleTree, query: SelectorParts) -> str:
             "\nFor any tensor: hl.attach(), line.grad(tensor, fn); for a module's values, name the"
             " module."
         )
-    name = repr(selector) if isinstance(selector, str | re.Pattern) else _name(selector)
+    name = repr(selector) if isinstance(selector, str | re.Pattern) else _selector_text(selector)
     is_grad = query.ports == ("grad",)
     nodes: list[Any] = list(tree.tensors if is_grad else tree.nodes)
     noun = "parameter" if is_grad and tree.nodes else "module" if tree.nodes else "tensor"
     message = f"{name} matches no {noun} of {tree.name}."
     if isinstance(selector, str):
-        message += _suggestion(tree, query, nodes)
+        message += _suggest_for_path(tree, query, nodes)
     elif isinstance(selector, type | nn.Module):
         message += _suggest_for_object(tree, query)
     return f"{message}\n{_list_names(query, nodes, noun)}"
@@ -74,15 +74,15 @@ def _explain_missing_port(query: SelectorParts) -> str:
     node, kind = query.matched[0], query.matched[0].type_name
     path = path_text(node.path)
     if query.ports == ("grad",):
-        output = query.working(f"{path}:grad_output")
+        output = query.matching(f"{path}:grad_output")
         advice = "Select a parameter, or a module that has one."
         if output:
             advice = f"For the gradient of its output: {output[0]!r}."
         return f"{kind} at {path!r} has no parameters.\n{advice}"
     inside = [".".join(map(str, query.text.leaf))] * bool(query.text.leaf)  # as in `h[0]`
     names = (*inside, "*", "**")
-    children = query.working(*(f"{node.path}.{name}" if node.path else name for name in names))
-    trained = query.working(f"{path}:grad")
+    children = query.matching(*(f"{node.path}.{name}" if node.path else name for name in names))
+    trained = query.matching(f"{path}:grad")
     if children:
         advice = f"Select a module inside it: {children[0]!r}."
     elif trained:
@@ -97,7 +97,7 @@ def _list_names(query: SelectorParts, nodes: list[Any], noun: str) -> str:
     """List the model's first modules, parameters or tensors."""
     paths = [path for node in nodes for path in node.paths if path]
     if not nodes and noun == "parameter":
-        gradients = query.working(":grad_output", "**:grad_output")
+        gradients = query.matching(":grad_output", "**:grad_output")
         hint = f"Select a module's gradient, as in {gradients[0]!r}: it" if gradients else "It"
         return f"{hint} has no parameters."
     if not nodes:
@@ -115,7 +115,7 @@ def _suggest_for_object(tree: ModuleTree, query: SelectorParts) -> str:
     kind = query.selector
     if not isinstance(kind, type):
         nodes = [tree.modules_by_id.get(id(part)) for part in kind.children()]
-        held = query.working(*(node.path for node in nodes if node))
+        held = query.matching(*(node.path for node in nodes if node))
         return f" Give what it holds as a list: {listed([*map(repr, held)], 4)}." if held else ""
     types = {type(node.module) for node in tree.nodes}
     full = {other: f"{other.__module__}.{other.__qualname__}" for other in types}
@@ -123,10 +123,10 @@ def _suggest_for_object(tree: ModuleTree, query: SelectorParts) -> str:
     return f" Its types: {listed(kinds, 12)}."
 
 
-def _suggestion(tree: ModuleTree, query: SelectorParts, nodes: list[Any]) -> str:
+def _suggest_for_path(tree: ModuleTree, query: SelectorParts, nodes: list[Any]) -> str:
     name, rest = query.text.path, query.rest
     paths = [path for node in nodes for path in node.paths if path]
-    if deeper := query.working(f"**.{name}{rest}"):
+    if deeper := query.matching(f"**.{name}{rest}"):
         return f" Did you mean {deeper[0]!r}, at any depth?"
     kind = next((type(node.module) for node in tree.nodes if node.type_name == name), None)
     if kind is not None and query.works(kind, query.text.port):
@@ -134,16 +134,16 @@ def _suggestion(tree: ModuleTree, query: SelectorParts, nodes: list[Any]) -> str
         port = f", ports={query.text.port!r}" if query.text.port else ""
         return f" For every {name}, give the type itself: {kind_name}{port}, not its name."
     if any(name in node.paths for node in tree.tensors):
-        gradient = query.working(f"{name}:grad")
+        gradient = query.matching(f"{name}:grad")
         return f" It is a parameter; its gradient is {gradient[0]!r}." if gradient else ""
-    helpful = _suggest_source(tree, query) or _suggest_deeper(tree, query)
+    helpful = _suggest_source_parameters(tree, query) or _suggest_deeper(tree, query)
     return helpful or _suggest_inside(query, paths) or _suggest_close(query, paths)
 
 
 def _suggest_deeper(tree: ModuleTree, query: SelectorParts) -> str | None:
     """Propose a selector for a name that follows the path of a module."""
     above, _, last = query.text.path.rpartition(".")
-    deeper = query.working(f"{above}.**.{last}{query.rest}") if above else []
+    deeper = query.matching(f"{above}.**.{last}{query.rest}") if above else []
     if deeper:
         return f" Did you mean {deeper[0]!r}, at any depth?"
     part = _suggest_output_part(tree, query)
@@ -155,7 +155,7 @@ def _suggest_inside(query: SelectorParts, paths: list[str]) -> str | None:
     above, _, last = query.text.path.rpartition(".")
     for holder in (above, f"**.{above}") if above.strip("*.") else ():
         try:
-            matches = glob(holder).fullmatch
+            matches = glob_to_regex(holder).fullmatch
         except SelectionError:  # a brace that the dot has cut
             return None
         pairs = (path.rpartition(".") for path in paths)
@@ -173,7 +173,7 @@ def _suggest_inside(query: SelectorParts, paths: list[str]) -> str | None:
 def _suggest_close(query: SelectorParts, paths: list[str]) -> str:
     """Propose the paths that are closest to the given path."""
     near = difflib.get_close_matches(query.text.path, paths, n=2 * _MOST_CLOSE, cutoff=0.5)
-    close = query.working(*(f"{path}{query.rest}" for path in near))[:_MOST_CLOSE]
+    close = query.matching(*(f"{path}{query.rest}" for path in near))[:_MOST_CLOSE]
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
@@ -183,12 +183,12 @@ def _suggest_output_part(tree: ModuleTree, query: SelectorParts) -> str | None:
     holder = "" if above == ROOT else above
     node = tree.by_path.get(holder)
     is_output = "output" in query.ports and not query.rest and name.isidentifier()
-    if not dot or node is None or not is_output or not may_return(node.module, name):
+    if not dot or node is None or not is_output or not may_return_part(node.module, name):
         return None
-    return next(iter(query.working(f"{path_text(holder)}:output.{name}")), None)
+    return next(iter(query.matching(f"{path_text(holder)}:output.{name}")), None)
 
 
-def _suggest_source(tree: ModuleTree, query: SelectorParts) -> str | None:
+def _suggest_source_parameters(tree: ModuleTree, query: SelectorParts) -> str | None:
     """Propose the parameters from which a module computes the requested weight."""
     above, _, name = query.text.path.rpartition(".")
     node = tree.by_path.get(above)
@@ -198,8 +198,10 @@ def _suggest_source(tree: ModuleTree, query: SelectorParts) -> str | None:
     prefix = f"{above}." if above else ""
     if is_parametrized(node.module, name):
         value = f"{prefix}parametrizations.{name}"
-        computed = query.working(value, f"{value}:grad_output")
-        gradients = _gradients(query, [path for path in paths if path.startswith(f"{value}.")])
+        computed = query.matching(value, f"{value}:grad_output")
+        gradients = _matching_gradients(
+            query, [path for path in paths if path.startswith(f"{value}.")]
+        )
         if len(computed) == 2:
             return (
                 f" It is computed by a parametrization: select {computed[0]!r} for the computed"
@@ -208,7 +210,7 @@ def _suggest_source(tree: ModuleTree, query: SelectorParts) -> str | None:
             )
     if isinstance(node.module.__dict__.get(name), Tensor):  # computed by a hook, as in pruning
         computed_from = [path for path in paths if path.startswith(f"{query.text.path}_")]
-        if gradients := _gradients(query, computed_from):
+        if gradients := _matching_gradients(query, computed_from):
             return (
                 " It is computed before each call; the gradients of its parameters are"
                 f" {gradients}."
@@ -216,11 +218,11 @@ def _suggest_source(tree: ModuleTree, query: SelectorParts) -> str | None:
     return None
 
 
-def _gradients(query: SelectorParts, paths: list[str]) -> str:
-    return ", ".join(map(repr, query.working(*(f"{path}:grad" for path in paths))))
+def _matching_gradients(query: SelectorParts, paths: list[str]) -> str:
+    return ", ".join(map(repr, query.matching(*(f"{path}:grad" for path in paths))))
 
 
-def _name(selector: Any) -> str:
+def _selector_text(selector: Any) -> str:
     if isinstance(selector, nn.Module):
         return f"this {type(selector).__name__}"
     name = getattr(selector, "__name__", type(selector).__name__)

@@ -33,7 +33,7 @@ from hookline.engine.passes.modes import refuse_tracing
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.engine.selection.site import Site
-from hookline.engine.torch_private.dynamo import while_tracing
+from hookline.engine.torch_private.dynamo import run_at_trace_time
 from hookline.engine.torch_private.hooks import discard_hooks_of, hook_dict
 from hookline.errors import HooklineError
 
@@ -85,7 +85,7 @@ class HookSpec(NamedTuple):
 
     kind: str  # torch's kind of hook, such as "forward_pre", "grad" or "step_pre"
     method: str = "fire"
-    # The method's place among the hooks of the node; None is the rank of the tap.
+    # The method's place among the hooks of the node; None is the order of the tap.
     order: Order | None = None
     with_kwargs: bool = False  # whether torch also passes the keyword arguments
     always_call: bool = False  # whether torch also calls the method when the module raises
@@ -113,7 +113,7 @@ class HookOwner:
     needs_graph: ClassVar[bool] = False
     takes_blocks: bool = False  # whether the hooks take an attention pattern in blocks of queries
     hooks: tuple[HookSpec, ...] = ON_OUTPUT  # the hooks of the object
-    rank: Order  # their place among the hooks of the node, where a hook has no order of its own
+    order: Order  # their place among the hooks of the node, where a hook has no order of its own
 
     def __init_subclass__(cls) -> None:
         methods = [vars(cls).get(name) for name in ("fire", "leave", "begin", "end")]
@@ -122,7 +122,7 @@ class HookOwner:
     @property
     def changes_values(self) -> bool:
         """Tell whether the hooks may change a value of the forward."""
-        return getattr(self, "rank", Order.RECORD) in (Order.EDIT, Order.HOOK)
+        return getattr(self, "order", Order.RECORD) in (Order.EDIT, Order.HOOK)
 
     def hooks_on(self, node: Any) -> tuple[HookSpec, ...]:
         """Return the hooks to register on a node, which this object is about to meet."""
@@ -168,20 +168,20 @@ class Tap(HookOwner):
         site: the tap's site.
         passes: the passes of the tap's line.
         callback: called with the pass and the value; a result other than None replaces the value.
-        rank: the tap's place among the hooks of its module.
+        order: the tap's place among the hooks of its module.
     """
 
     __slots__ = (
-        "__weakref__", "active", "callback", "change", "fired", "halves", "in_thread", "passes",
-        "ran", "rank", "site", "takes_blocks", "traced",
+        "__weakref__", "active", "callback", "change", "fired", "halves", "in_thread", "order",
+        "passes", "ran", "site", "takes_blocks", "traced",
     )  # fmt: skip
     is_on_calls: ClassVar[bool] = True  # whether the call of a module fires the tap
 
-    def __init__(self, site: Site, passes: Passes, callback: Callback, rank: Order) -> None:
+    def __init__(self, site: Site, passes: Passes, callback: Callback, order: Order) -> None:
         self.site: Site = site
         self.passes: Passes = passes
         self.in_thread: Any = passes.in_thread
-        self.rank: Order = rank
+        self.order: Order = order
         self.fired: int = 0
         self.ran: int = 0
         self.takes_blocks: bool = False
@@ -189,54 +189,54 @@ class Tap(HookOwner):
         self.change: Callback = callback
         self.callback: Callback = callback
         if (site.leaf or site.call is not None) and not site.is_gradient:
-            self._restrict(callback, site)  # gradients already arrive by leaf and by call
+            self._restrict_to_site(callback, site)  # gradients already arrive by leaf and by call
         self.halves: SplitCallback | None = None
         # The capture in compiled code; None until code may be compiled.
         self.traced: GraphCapture | None = None
         self.active: GraphCapture | None = None  # the capture, while compiled code should use it
 
-    def _restrict(self, callback: Callback, site: Site) -> None:
+    def _restrict_to_site(self, callback: Callback, site: Site) -> None:
         """Restrict the callback to one leaf of the value, or to one call of the module."""
         if site.leaf:
             self.change = self.callback = callback = _at_leaf(callback, site)
         if site.call is not None:
             self.callback = _at_call(callback, site.call, self)
 
-    def prepare(self) -> None:
+    def prepare_capture(self) -> None:
         """Make the capture for compiled code, which may call this tap from now on."""
         if self.traced is None:
             self.traced = self._make_capture()
             self.active = self.traced if self.passes.switch.is_on else None
 
     def _make_capture(self) -> GraphCapture:
-        if self.rank in (Order.EDIT, Order.HOOK):
+        if self.order in (Order.EDIT, Order.HOOK):
             return GraphEdit(self.site.call, self.change)
         if self.halves is not None:
             return GraphReduce(self.site.call, self.halves.inside)
         return GraphCapture(self.site.call)
 
-    def _after(self) -> Callback:
+    def _callback_after_graph(self) -> Callback:
         """Return the callback for values that compiled code has captured."""
         if self.halves is None:
             return self.callback
         after, call = self.halves.after, self.site.call
         return after if call is None else _at_call(after, call, self)
 
-    @while_tracing
+    @run_at_trace_time
     def prepare_tracing(self) -> None:
         """Prepare the tap while code is compiled that calls it."""
         refuse_tracing()
         if self.passes.compiler is not None:
             self.passes.compiler.prepare_tracing(self)
         if self.passes is not _INERT:
-            self.prepare()
+            self.prepare_capture()
 
     def fire_in_graph(self, value: Any) -> Any:
         """Do the work of `fire` inside compiled code."""
         self.prepare_tracing()
         return None if self.active is None else self.active.capture(value)
 
-    def before_run(self, current: Pass) -> None:
+    def count_earlier_calls(self, current: Pass) -> None:
         """Set the number of earlier calls, before compiled code runs that may call this tap."""
         if self.traced is not None and self.site.call is not None:
             self.traced.n_before = current.calls.get(self, 0)
@@ -250,7 +250,7 @@ class Tap(HookOwner):
             self.ran = max(self.ran, n_calls)
             self.fired += 0 if run.is_again else sum(captured)
         elif not run.is_again:
-            after = self._after()
+            after = self._callback_after_graph()
             for value in captured:
                 self.fired += 1
                 after(current, value)
@@ -271,7 +271,7 @@ class Tap(HookOwner):
         An inert copy of the tap is removed from the module.
         """
         if self.passes is _INERT:
-            _discard(module, self)
+            _discard_copied(module, self)
             return None
         current = self.passes.pass_outside_root()
         if current is not None and self.passes.compiler is not None:
@@ -304,22 +304,22 @@ class Tap(HookOwner):
         if self in iterated_taps:  # absent if interrupted before it was added
             iterated_taps.remove(self)
 
-    def _note(self, error: Exception, value: Any = None) -> None:
+    def _add_error_note(self, error: Exception, value: Any = None) -> None:
         site, note = self.site, ""
         if site.port in ("input", "output") and not site.leaf:
             note = _structure_note(site, error, value)
         error.add_note(f"hookline: raised by the hook at {site} ({site.module_type}){note}")
 
     @property
-    def is_excused(self) -> bool:
+    def may_stay_silent(self) -> bool:
         """Tell whether this tap need not fire, because no value was due."""
         return False
 
-    def closer(self) -> str | None:
+    def closing_hook(self) -> str | None:
         """Return the hook that must stay until a running call ends, by name; None without one."""
         return None
 
-    def when_closed(self, then: Callable[[], None]) -> None:
+    def call_when_closed(self, then: Callable[[], None]) -> None:
         """Call a function when the running calls have ended."""
         then()
 
@@ -331,7 +331,7 @@ class Tap(HookOwner):
         return None
 
 
-def is_reading(frame: FrameType | None) -> bool:
+def is_reading_tap_running(frame: FrameType | None) -> bool:
     """Tell whether a tap that only reads values is running, or what is computed for it alone.
 
     Args:
@@ -340,7 +340,7 @@ def is_reading(frame: FrameType | None) -> bool:
     while frame is not None:
         if frame.f_code.co_name == "fire":  # only then: to read a frame's variables is slow
             tap = frame.f_locals.get("self")
-            if isinstance(tap, Tap) and tap.rank not in (Order.EDIT, Order.HOOK):
+            if isinstance(tap, Tap) and tap.order not in (Order.EDIT, Order.HOOK):
                 return True
         if is_computing_for_readers(frame):
             return True
@@ -348,7 +348,7 @@ def is_reading(frame: FrameType | None) -> bool:
     return False
 
 
-def no_callback(*values: Any) -> None:
+def do_nothing(*values: Any) -> None:
     """Do nothing: the callback of taps without a single value, and of removed taps."""
 
 
@@ -378,7 +378,7 @@ def _at_call(callback: Callback, call: int, tap: Tap) -> Callback:
 def _inert(kind: type[Tap]) -> Tap:
     tap = kind.__new__(kind)
     tap.site, tap.passes, tap.in_thread = Site(""), _INERT, _INERT.in_thread
-    tap.fired, tap.ran, tap.rank = 0, 0, Order.HOOK
+    tap.fired, tap.ran, tap.order = 0, 0, Order.HOOK
     tap.traced = tap.active = None
     return tap
 
@@ -409,13 +409,13 @@ class RootTap(HookOwner):
             self.prepare_tracing()
             return
         if self.passes is _INERT:
-            _discard(module, self)
+            _discard_copied(module, self)
             return
         frame = call_frame(sys._getframe(1))
         drop_leftover_modes(frame.f_back)
         self.passes.begin(frame, module)
 
-    @while_tracing
+    @run_at_trace_time
     def prepare_tracing(self) -> None:
         """Prepare the line while code is compiled that calls the root."""
         refuse_tracing()
@@ -427,7 +427,7 @@ class RootTap(HookOwner):
         if is_dynamo_compiling():
             return
         if self.passes is _INERT:
-            _discard(module, self)
+            _discard_copied(module, self)
             return
         self.passes.end(call_frame(sys._getframe(1)))
 
@@ -446,7 +446,7 @@ def _inert_root() -> RootTap:
     return RootTap(_INERT)
 
 
-def _discard(module: nn.Module, owner: object) -> None:
+def _discard_copied(module: nn.Module, owner: object) -> None:
     """Remove a tap and a mark that were copied along with a hooked module."""
     discard_hooks_of(module, owner, is_inert)
     unmark_copied_module(module)

@@ -26,9 +26,9 @@ from hookline.engine.taps.base import (
     HookSpec,
     Order,
     Tap,
+    do_nothing,
     foreign_hooks,
     is_inert,
-    no_callback,
 )
 from hookline.engine.torch_private.graph.function_modes import pop_if_innermost
 from hookline.engine.torch_private.graph.fused_ops import may_run_fused, may_run_nested
@@ -73,8 +73,8 @@ class PaddedTap(Tap):
         HookSpec("forward", "leave", Order.OPERATIONS_END, always_call=True),
     )
 
-    def __init__(self, site: Site, passes: Passes, callback: Callback, rank: Order) -> None:
-        super().__init__(site, passes, callback, rank)
+    def __init__(self, site: Site, passes: Passes, callback: Callback, order: Order) -> None:
+        super().__init__(site, passes, callback, order)
         self.mode: PaddedMode = PaddedMode()
 
     def fire(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
@@ -131,17 +131,17 @@ class FastPaths:
             self._may_fuse = any(issubclass(kind, nn.TransformerEncoderLayer) for kind in kinds)
         for node in nodes if self._may_fuse else ():
             for layer in self._layers_around(node, nn.TransformerEncoderLayer):
-                self._watch(layer)
+                self._watch_layer(layer)
             if isinstance(node, OperationNode):
                 self.keep_padded(node.host)
                 # Where operations have hooks, whatever the module calls runs under a mode.
                 for module in node.host.module.modules():
-                    self._watch(self._tree.modules_by_id.get(id(module)))
+                    self._watch_layer(self._tree.modules_by_id.get(id(module)))
 
     def keep_padded(self, node: ModuleNode) -> None:
         """Have the encoders around a module nest no tensors, on which operations take no hooks."""
         for encoder in self._layers_around(node, nn.TransformerEncoder):
-            self._watch(encoder)
+            self._watch_layer(encoder)
 
     def _layers_around(self, node: ModuleNode, kind: type[nn.Module]) -> Iterator[ModuleNode]:
         """Yield the modules of a class that contain, or are, a module, at any of its paths."""
@@ -149,13 +149,13 @@ class FastPaths:
             nodes = map(self._tree.by_path.get, [path, *paths_above(path)])
             yield from (above for above in nodes if above and isinstance(above.module, kind))
 
-    def _watch(self, node: ModuleNode | None) -> None:
+    def _watch_layer(self, node: ModuleNode | None) -> None:
         """Place a tap on a layer or an encoder, unless it has one."""
         kind = next((kind for kind in _TAPS if node and isinstance(node.module, kind)), None)
         if node is None or kind is None or id(node) in self.taps:
             return
         site = Site(node.path, module_type=node.type_name)
-        self.taps[id(node)] = tap = _TAPS[kind](site, self._passes, no_callback, Order.BEGIN)
+        self.taps[id(node)] = tap = _TAPS[kind](site, self._passes, do_nothing, Order.BEGIN)
         self._place([(tap, node)])
 
     def warning(self, name: str) -> str | None:

@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.compile.graph_capture import Callback
 from hookline.engine.passes.passes import Passes
-from hookline.engine.pytree.call_arguments import Arguments
+from hookline.engine.pytree.call_arguments import ArgumentBinder
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import ON_INPUTS, HookSpec, Order, Tap
 
@@ -35,7 +35,7 @@ class OutputTap(Tap):
         try:
             return self.callback(current, output)
         except Exception as error:
-            self._note(error, output)
+            self._add_error_note(error, output)
             raise
 
 
@@ -45,9 +45,9 @@ class InputTap(Tap):
     __slots__ = ("arguments",)
     hooks: tuple[HookSpec, ...] = ON_INPUTS
 
-    def __init__(self, site: Site, passes: Passes, callback: Callback, rank: Order) -> None:
-        super().__init__(site, passes, callback, rank)
-        self.arguments: Arguments = Arguments()
+    def __init__(self, site: Site, passes: Passes, callback: Callback, order: Order) -> None:
+        super().__init__(site, passes, callback, order)
+        self.arguments: ArgumentBinder = ArgumentBinder()
 
     def fire(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Call the callback: the forward-pre hook."""
@@ -68,5 +68,5 @@ class InputTap(Tap):
             new = self.callback(current, value)
             return None if new is None else self.arguments.unbind(module, new, value, args, kwargs)
         except Exception as error:
-            self._note(error, value)
+            self._add_error_note(error, value)
             raise

@@ -42,19 +42,19 @@ class ModeTap(HookOwner):
     def fire(self, module: nn.Module, args: Any) -> None:
         """Turn the mode on: the forward-pre hook."""
         if self.mode is None:
-            _discard(module, self)
+            _discard_copied(module, self)
         elif self.is_first:
             self.mode.begin()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Turn the mode off: the always-called forward hook."""
         if self.mode is None:
-            _discard(module, self)
+            _discard_copied(module, self)
         elif self.is_first:
             self.mode.end(is_whole=is_dynamo_compiling() or sys.exception() is None)
 
 
-def _discard(module: nn.Module, tap: ModeTap) -> None:
+def _discard_copied(module: nn.Module, tap: ModeTap) -> None:
     """Remove a tap that was copied along with a hooked module."""
     discard_hooks_of(module, tap, lambda owner: isinstance(owner, ModeTap) and owner.mode is None)
     unmark_copied_module(module)

@@ -28,13 +28,13 @@ _keys = itertools.count()
 backward_number: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: 0)
 
 
-class _Outer(threading.local):
+class _OuterBackward(threading.local):
     # The number of the backward in which a checkpoint runs another backward.
     number: int | None = None
     at_end: tuple[Callable[[], None], ...] = ()
 
 
-OUTER = _Outer()
+OUTER = _OuterBackward()
 
 
 def outer_backward_number() -> int:

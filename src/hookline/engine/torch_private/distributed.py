@@ -51,7 +51,7 @@ def clone_locally(tensor: Tensor) -> Tensor:
     """
     if not is_partial_dtensor(tensor):
         return tensor.clone()
-    return ShardLayout.of(tensor).put(tensor.to_local().clone())  # type: ignore[attr-defined]
+    return ShardLayout.of(tensor).to_dtensor(tensor.to_local().clone())  # type: ignore[attr-defined]
 
 
 def is_partial_dtensor(tensor: Any) -> bool:
@@ -75,7 +75,7 @@ class ShardLayout(NamedTuple):
             type(tensor), tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
         )
 
-    def put(self, local: Tensor) -> Tensor:
+    def to_dtensor(self, local: Tensor) -> Tensor:
         """Make a DTensor from this rank's part."""
         whole: Tensor = self.kind.from_local(
             local, self.mesh, self.placements,
@@ -83,9 +83,9 @@ class ShardLayout(NamedTuple):
         )  # fmt: skip
         return whole
 
-    def call(self, hook: Callable[[Tensor], Any], local_grad: Tensor) -> Any:
+    def call_hook(self, hook: Callable[[Tensor], Any], local_grad: Tensor) -> Any:
         """Call a hook with a DTensor of this rank's part. Return this rank's part of its result."""
-        new = hook(self.put(local_grad))
+        new = hook(self.to_dtensor(local_grad))
         if is_dtensor(new):
             return local_part(new.redistribute(placements=self.placements))
         return new
@@ -175,13 +175,20 @@ def fsdp2_parameter_pairs(module: nn.Module) -> list[tuple[Tensor, Tensor | None
     Between forward and backward, and after a forward without backward, a module holds the unsharded
     parameters.
     """
-    return [_both(parameter) for group in _fsdp2_groups(module) for parameter in group.fsdp_params]
+    return [
+        _sharded_and_unsharded(parameter)
+        for group in _fsdp2_groups(module)
+        for parameter in group.fsdp_params
+    ]
 
 
 def unreduced_gradients(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return shards of FSDP2 at this module, with whole gradients that it has not reduced yet."""
     parts = [parameter for group in _fsdp2_groups(module) for parameter in group.fsdp_params]
-    grads = [(part.sharded_param, getattr(_both(part)[1], "grad", None)) for part in parts]
+    grads = [
+        (part.sharded_param, getattr(_sharded_and_unsharded(part)[1], "grad", None))
+        for part in parts
+    ]
     grads += [(part.sharded_param, part.unsharded_accumulated_grad) for part in parts]
     return [(shard, local_part(grad)) for shard, grad in grads if grad is not None]
 
@@ -303,7 +310,11 @@ def sharding_kind(model: nn.Module) -> str:
         has_fsdp |= bool(_fsdp2_groups(module))
         for group in _fsdp2_groups(module):
             is_split |= any(parameter.is_dtensor for parameter in group.fsdp_params)
-            by_fsdp.update(id(part) for parameter in group.fsdp_params for part in _both(parameter))
+            by_fsdp.update(
+                id(part)
+                for parameter in group.fsdp_params
+                for part in _sharded_and_unsharded(parameter)
+            )
     is_split |= any(
         is_dtensor(parameter) and id(parameter) not in by_fsdp for parameter in model.parameters()
     )
@@ -330,7 +341,7 @@ def _fsdp1_handles(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def record_fsdp2_calls(model: nn.Module) -> Iterator[list[Any]]:
+def list_fsdp2_gathers(model: nn.Module) -> Iterator[list[Any]]:
     """Note the modules whose weights FSDP2 gathers, in the order in which they are called.
 
     Yields:
@@ -349,7 +360,7 @@ def record_fsdp2_calls(model: nn.Module) -> Iterator[list[Any]]:
             handle.remove()
 
 
-def _both(parameter: Any) -> tuple[Any, Any]:
+def _sharded_and_unsharded(parameter: Any) -> tuple[Any, Any]:
     return parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
 
 

@@ -26,7 +26,7 @@ from hookline.util.weak_map import WeakIdentityMap
 OLD_DYNAMO = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
-def while_tracing(method: Callable[..., Any]) -> Any:
+def run_at_trace_time(method: Callable[..., Any]) -> Any:
     """Mark a method to run when code that calls it is compiled, and never when that code runs."""
     method._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return method
@@ -117,7 +117,7 @@ def is_untraceable(error: BaseException) -> bool:
     return type(error).__name__ in ("Unsupported", "TorchRuntimeError", "UserError")
 
 
-def is_in_operator(error: BaseException) -> bool:
+def is_untraceable_in_operator(error: BaseException) -> bool:
     """Tell whether an error says that dynamo cannot trace a function given to an operator."""
     return type(error).__name__ == "UncapturedHigherOrderOpError"
 
@@ -143,7 +143,7 @@ def never_compile_alone(functions: Iterable[types.FunctionType]) -> None:
 _hooks_met = itertools.count()
 
 
-@while_tracing
+@run_at_trace_time
 def next_hook_number() -> str:
     """Return a number for a hook, in the order in which dynamo traces hooks."""
     return str(next(_hooks_met))
@@ -180,7 +180,7 @@ def _input_code(variable: Any) -> str:
     return "1" if value is None or value._version == 0 else "2"
 
 
-@while_tracing
+@run_at_trace_time
 def _stored_input_codes() -> str:
     return _sources.noted
 
@@ -302,7 +302,7 @@ def compare_graph_version(tensor: Tensor) -> None:
     torch._dynamo.comptime.comptime(_compare_version)
 
 
-@while_tracing
+@run_at_trace_time
 def was_written_in_graph() -> bool:
     """Tell whether versions have differed since the last call of this function."""
     was_written = bool(_written)

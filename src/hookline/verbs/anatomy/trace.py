@@ -20,8 +20,8 @@ from hookline.engine import (
     is_wrapped,
     own_buffers,
     own_parameters,
+    run_at_trace_time,
     storage_address,
-    while_tracing,
     without_function_modes,
 )
 from hookline.engine.function_names import functions_by_name, selector_name
@@ -98,7 +98,7 @@ class ModuleCall:
     outputs: dict[tree.Leaf, Value] = field(default_factory=dict)
 
 
-@while_tracing
+@run_at_trace_time
 def _refuse_flex_attention(function: Any) -> None:
     """Refuse the kernel that compiles itself: a trace sees no call of it."""
     if selector_name(function) == "flex_attention":

@@ -34,11 +34,11 @@ from hookline.engine import (
     backward_number,
     call_frame,
     call_gradient_function,
+    do_nothing,
     hook_value_gradient,
-    no_callback,
     outside_checkpoint,
     path_text,
-    while_tracing,
+    run_at_trace_time,
 )
 from hookline.engine.autograd.aliases import alias_leaves
 from hookline.engine.autograd.module_backward import (
@@ -101,7 +101,7 @@ class _RawBackwardTap(GradientTap):
     def _path(self) -> str:
         return path_text(self.site.path)
 
-    @while_tracing
+    @run_at_trace_time
     def refuse_compilation(self) -> None:
         """Refuse the compilation of code that calls this tap.
 
@@ -117,11 +117,11 @@ class _RawBackwardTap(GradientTap):
     def retire(self) -> None:
         """Stop firing, and drop the user's function."""
         super().retire()
-        self.function = no_callback
+        self.function = do_nothing
 
     def _count_and_list_tensors_to_hook(self, output: Any) -> list[Tensor]:
         """List the output tensors that require gradients, each once, and count the output."""
-        distinct = tree.distinct(output)
+        distinct = tree.distinct_tensors(output)
         tensors = [t for t in distinct if t.requires_grad and t.grad_fn is not None]
         if tensors:
             self.placed += 1

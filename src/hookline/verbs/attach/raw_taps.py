@@ -18,9 +18,9 @@ from hookline.engine import (
     Site,
     Tap,
     discard_hooks_of,
+    do_nothing,
     is_inert,
     iterated_taps,
-    no_callback,
 )
 
 
@@ -38,7 +38,7 @@ class EventTap(Tap):
         self, site: Site, passes: Passes, function: Callable[..., Any], check: Callable[..., Any],
         spec: HookSpec,
     ) -> None:  # fmt: skip
-        super().__init__(site, passes, no_callback, Order.HOOK)
+        super().__init__(site, passes, do_nothing, Order.HOOK)
         self.hooks: tuple[HookSpec] = (spec,)
         self.is_elsewhere: bool = False  # whether it fired in a context that the line does not see
         self.function: Callable[..., Any] = function
@@ -59,7 +59,7 @@ class EventTap(Tap):
             result = self.function(*values)
             return None if result is None else self.check(result, values)
         except Exception as error:
-            self._note(error)
+            self._add_error_note(error)
             raise
         finally:
             self.end_iteration()
@@ -67,7 +67,7 @@ class EventTap(Tap):
     def retire(self) -> None:
         """Stop firing, and drop the user's function."""
         super().retire()
-        self.function = no_callback
+        self.function = do_nothing
 
     def why_silent(self) -> str:
         """Return the reason why the event did not occur."""
@@ -114,7 +114,7 @@ class RawTap(OutputTap):
     def retire(self) -> None:
         """Stop firing, and drop the user's function."""
         super().retire()
-        self.function = no_callback
+        self.function = do_nothing
 
     def _call_function(self, current: Pass, values: tuple[Any, ...]) -> Any:
         result = self.function(*values)

@@ -24,10 +24,10 @@ from hookline.engine import (
     Site,
     Tap,
     call_frame,
-    no_callback,
+    do_nothing,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
-    while_tracing,
+    run_at_trace_time,
 )
 from hookline.engine.pytree.describe import in_full, in_words
 from hookline.errors import AttachError, StructureError
@@ -57,7 +57,7 @@ class SavedTap(Tap):
     )
 
     def __init__(self, site: Site, passes: Passes, pack: Pack, unpack: Unpack) -> None:
-        super().__init__(site, passes, no_callback, Order.HOOK)
+        super().__init__(site, passes, do_nothing, Order.HOOK)
         self._pack = pack
         self._unpack = unpack
         self._pushed = _CallsWithPushedHooks()
@@ -91,7 +91,7 @@ class SavedTap(Tap):
         with _lock:
             self._n_open -= n_calls
 
-    @while_tracing
+    @run_at_trace_time
     def refuse_compilation(self) -> None:
         """Refuse the compilation of code that calls this tap.
 
@@ -124,14 +124,14 @@ class SavedTap(Tap):
         self._pushed.calls.clear()
         self._closed = None
 
-    def closer(self) -> str | None:
+    def closing_hook(self) -> str | None:
         """Return the method that must still pop the hooks of calls under way; None without any."""
         self._pop_hooks_of_calls(
             self._pushed.calls.drop_ended(sys._getframe(1))
         )  # calls that Ctrl-C ended
         return "pop_hooks" if self._n_open else None
 
-    def when_closed(self, then: Callable[[], None]) -> None:
+    def call_when_closed(self, then: Callable[[], None]) -> None:
         """Call a function when the calls under way have ended."""
         self._closed = then
 
@@ -146,7 +146,7 @@ class SavedTap(Tap):
         try:
             return self._pack(tensor), (tensor.shape, tensor.dtype, tensor.device)
         except Exception as error:
-            self._note(error)
+            self._add_error_note(error)
             raise
 
     def _call_unpack(self, pair: tuple[Any, Any]) -> Tensor:
@@ -157,7 +157,7 @@ class SavedTap(Tap):
         try:
             tensor = self._unpack(packed)
         except Exception as error:
-            self._note(error)
+            self._add_error_note(error)
             raise
         if not isinstance(tensor, Tensor):
             raise StructureError(

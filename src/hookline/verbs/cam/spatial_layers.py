@@ -133,7 +133,7 @@ def last_spatial_layer(
         SelectionError: no layer returns maps.
     """
     with recording_line(model, list(select(model)), ("output",), keep=_as_meta) as shapes:
-        has_several = len(tree.distinct(run())) > 1
+        has_several = len(tree.distinct_tensors(run())) > 1
     candidates = _spatial_outputs(shapes, n_images, size, channels_of(model))
     if not candidates:
         raise SelectionError(

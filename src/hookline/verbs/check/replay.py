@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hookline.engine import (
     ROOT,
-    Arguments,
+    ArgumentBinder,
     AroundCall,
     ModuleNode,
     Order,
@@ -220,7 +220,9 @@ class Replay:
 
     def backward(self) -> RepeatedBackward:
         """Repeat the backward of the repeated forward, from the gradients of its outputs."""
-        with_grad = [tensor for tensor in tree.distinct(self.output) if tensor.requires_grad]
+        with_grad = [
+            tensor for tensor in tree.distinct_tensors(self.output) if tensor.requires_grad
+        ]
         pairs = [
             (with_grad[slot], grad) for slot, grad in self._run.gradients.items()
             if slot < len(with_grad)
@@ -313,7 +315,7 @@ class Replay:
     def _name_weights_and_inputs(self, args: Any, kwargs: Any) -> None:
         for kind, path, tensor in named_parameters_and_buffers(self._nodes):
             self._outside.add(kind, path, tensor)
-        for leaf, tensor in tree.tensors(Arguments().bind(self._root, args, kwargs)):
+        for leaf, tensor in tree.tensors(ArgumentBinder().bind(self._root, args, kwargs)):
             self._outside.add("input", f"{ROOT}:input{leaf_text(leaf)}", tensor)
 
     # -- the finding -----------------------------------------------------------------------------
@@ -422,7 +424,7 @@ def _state_before(module: nn.Module, start: RunStart) -> dict[str, Tensor]:
 
 
 def _measured_inputs(call: ModuleCall) -> tuple[Measured, ...]:
-    arguments = Arguments().bind(call.node.module, call.args, call.kwargs)
+    arguments = ArgumentBinder().bind(call.node.module, call.args, call.kwargs)
     return tuple(
         measure(f"input{leaf_text(leaf)}", tensor) for leaf, tensor in tree.tensors(arguments)
     )

@@ -128,7 +128,7 @@ class SavedCall:
         return None
 
     def _run_backward(self, output: Any) -> None:
-        outputs = [tensor for tensor in tree.distinct(output) if tensor.requires_grad]
+        outputs = [tensor for tensor in tree.distinct_tensors(output) if tensor.requires_grad]
         number = min(len(outputs), len(self.gradients))
         if number:
             torch.autograd.backward(outputs[:number], self.gradients[:number])

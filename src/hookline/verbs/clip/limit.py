@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import gather_full, gather_stacked, local_part, while_tracing
+from hookline.engine import gather_full, gather_stacked, local_part, run_at_trace_time
 from hookline.errors import AttachError
 
 EPSILON = 1e-6  # what clip_grad_norm_ adds to a norm before it divides by it
@@ -83,7 +83,7 @@ class Limit:
         return _scaled_to_norm(grad, self._tensor.to(norm.device, norm.dtype), norm)
 
 
-@while_tracing
+@run_at_trace_time
 def refuse_compiled_split() -> None:
     """Refuse the compilation of code that clips by a norm over ranks.
 

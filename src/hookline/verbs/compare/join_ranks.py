@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import Tensor
 
 from hookline.display.text import first_line, plural
-from hookline.engine import ROOT, Site, format_by_rank, glob, path_text
+from hookline.engine import ROOT, Site, format_by_rank, glob_to_regex, path_text
 from hookline.engine.pytree import tree
 from hookline.errors import AmbiguousError, HooklineError, InputError, check_one_of
 from hookline.recordings import Recording
@@ -207,5 +207,5 @@ def dim_of(value: RecordedValue, dims: Dims | None) -> Dim | None:
 
 def _matches_site(pattern: str, path: str, port: str) -> bool:
     of_path, _, of_port = pattern.partition(":")
-    is_path = not path if of_path == ROOT else glob(of_path).fullmatch(path) is not None
+    is_path = not path if of_path == ROOT else glob_to_regex(of_path).fullmatch(path) is not None
     return (of_port or "output") == port and is_path

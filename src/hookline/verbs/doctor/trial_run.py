@@ -27,8 +27,8 @@ from hookline.engine import (
     Site,
     SitedNode,
     SplitCallback,
+    do_nothing,
     module_tree,
-    no_callback,
     path_text,
     snapshot_detached,
     version_counter,
@@ -223,7 +223,7 @@ def _count_fired(line: Line, run: TrialRun) -> None:
 
 
 def _bind_no_op(site: Site) -> Bound:
-    return _NoOpCallback() if site.is_gradient else no_callback  # the tap counts
+    return _NoOpCallback() if site.is_gradient else do_nothing  # the tap counts
 
 
 def _noting_callback(site: Site, run: TrialRun) -> Bound:

@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from hookline.engine import TracingAttachError, while_tracing
+from hookline.engine import TracingAttachError, run_at_trace_time
 from hookline.verbs.edit.indices import Indices
 
 
-@while_tracing
+@run_at_trace_time
 def refuse_compiled(what: str, where: str, why: str) -> NoReturn:
     """Refuse an edit while code is compiled that would call it.
 

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 from hookline.display.text import plural
-from hookline.engine import PARTS, Arguments, Pass, Site, path_text
+from hookline.engine import PARTS, ArgumentBinder, Pass, Site, path_text
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit.compiled_edits import change_token_columns, refuse_compiled
@@ -96,7 +96,7 @@ class EditLimits:
         # the inputs do not tell the tokens.
         self._is_noted = False
         self._root: Callable[[], nn.Module | None] = lambda: None
-        self._arguments = Arguments()
+        self._arguments = ArgumentBinder()
         self._thread = _Thread()
         self._of_pass: weakref.WeakKeyDictionary[Pass, EditedPass] = weakref.WeakKeyDictionary()
         self._of_region: weakref.WeakKeyDictionary[Any, EditedPass] = weakref.WeakKeyDictionary()

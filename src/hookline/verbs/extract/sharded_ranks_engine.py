@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hookline.engine import Site, record_fsdp2_calls, reshard, sharding_kind
+from hookline.engine import Site, list_fsdp2_gathers, reshard, sharding_kind
 from hookline.errors import RanksError
 from hookline.files.folder_or_url import Place
 from hookline.stores.job_manifest import Job
@@ -71,7 +71,7 @@ def _in_lockstep(model: nn.Module, worker: Worker) -> Iterator[_Lockstep]:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
     forward = worker.forward
     try:
-        with record_fsdp2_calls(model) as called:
+        with list_fsdp2_gathers(model) as called:
             steps = _Lockstep(model, worker, group, called)
             worker.forward = steps.forward
             steps.learn_gather_order()

@@ -17,9 +17,9 @@ from hookline.engine import (
     Report,
     Selector,
     Site,
+    do_nothing,
     has_process_group,
     hide_from_dir,
-    no_callback,
     ranks_by_fsdp1_parameter,
     require_model,
 )
@@ -182,7 +182,7 @@ class _StepTap(EventTap):
         return "no optimizer of the model made a step while the line lasted"
 
     @property
-    def is_excused(self) -> bool:
+    def may_stay_silent(self) -> bool:
         """Tell that a model may run without an optimizer."""
         return True
 
@@ -287,10 +287,10 @@ def _attach_hooks(
     line.passes.sink, line.passes.at_root = steps, steps.mark_root_pass
     values = ValueSites(slots, line.passes, scaling)
     line.attach_taps(sites.modules, values.bind, Order.RECORD)
-    line.originals.add(sites.parameters)
+    line.originals.add_sites(sites.parameters)
     name = type(root).__name__
     for kind, hook in (("step_pre", steps.before_step), ("step_post", steps.after_step)):
         site = Site("optimizers", kind, module_type=name)
-        tap = _StepTap(site, line.passes, hook, no_callback, HookSpec(kind))
+        tap = _StepTap(site, line.passes, hook, do_nothing, HookSpec(kind))
         line.hook_everywhere(kind, steps.trains, tap)
     return MonitorLine(line, steps, reporting)

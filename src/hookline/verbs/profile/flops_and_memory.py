@@ -105,7 +105,7 @@ def _run_and_count(copy: FakeModel, kind: RunKind, counted: _CallStack) -> None:
         stack.enter_context(counter.counting())
         with torch.set_grad_enabled(kind.has_gradients):
             output = run.modules[kind.path](*run.args, **run.kwargs)
-        outputs = [output] if isinstance(output, Tensor) else tree.distinct(output)
+        outputs = [output] if isinstance(output, Tensor) else tree.distinct_tensors(output)
         results = [outputs[k] for k in sorted(kind.seeds) if k < len(outputs)]
         results = [result for result in results if result.requires_grad]
         if results:

@@ -25,7 +25,7 @@ from hookline.engine import (
     Tap,
     backward_number,
     call_frame,
-    no_callback,
+    do_nothing,
     parameter_ids,
 )
 from hookline.util.optional_imports import module_if_imported
@@ -120,7 +120,7 @@ class ProfileTap(Tap):
     )
 
     def __init__(self, site: Site, passes: Passes, profile_lanes: ProfileLanes) -> None:
-        super().__init__(site, passes, no_callback, Order.RECORD)
+        super().__init__(site, passes, do_nothing, Order.RECORD)
         self._profile_lanes = profile_lanes
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
@@ -174,7 +174,7 @@ class ShardedTap(Tap):
     )
 
     def __init__(self, site: Site, passes: Passes, profile_lanes: ProfileLanes) -> None:
-        super().__init__(site, passes, no_callback, Order.RECORD)
+        super().__init__(site, passes, do_nothing, Order.RECORD)
         self._profile_lanes = profile_lanes
 
     def begin(self, module: nn.Module, args: Any) -> None:

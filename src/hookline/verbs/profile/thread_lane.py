@@ -276,7 +276,7 @@ class Lane:
         """
         self.switch_account(self._collectives)
         self._assign_next_nodes(self._collectives)
-        for tensor in tree.distinct(output):
+        for tensor in tree.distinct_tensors(output):
             if tensor.grad_fn is not None:
                 hook_gradient(tensor, GradHook(self._charge_collectives_in_backward))
 
@@ -286,7 +286,7 @@ class Lane:
     # -- the graph --------------------------------------------------------------------------------
 
     def _hook_outputs(self, call: ModuleCall, output: Any) -> None:
-        outputs = (output,) if isinstance(output, Tensor) else tree.distinct(output)
+        outputs = (output,) if isinstance(output, Tensor) else tree.distinct_tensors(output)
         roots = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         for node in roots:
             self._hook_node(node, node_number(node))

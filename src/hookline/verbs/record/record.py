@@ -29,8 +29,8 @@ from hookline.engine import (
     SplitCallback,
     Tap,
     UnversionedMemory,
+    do_nothing,
     is_uncompiled_leaf,
-    no_callback,
     outside_checkpoint,
     ports_for,
     returns_new_memory,
@@ -322,7 +322,7 @@ class _Recorder:
         return GradientKeeper(number, self._kept, parameter, keeps_graph=self._keeps_graph)
 
     def _plain_output_tap(self, site: Site, number: int, node: Any) -> Tap:
-        tap = _PlainTap(site, self._passes, no_callback, Order.RECORD)
+        tap = _PlainTap(site, self._passes, do_nothing, Order.RECORD)
         tap.number, tap.kept = number, self._kept
         module = node.module
         if type(module) in self._computing and "forward" not in module.__dict__:
@@ -415,7 +415,7 @@ class _PlainTap(OutputTap):
     def fire_slowly(self, module: nn.Module, args: Any, output: Any) -> None:
         """Keep a nested value, or a value outside of a pass, as other taps do."""
         # Made here because most taps never need it. An inert copy has no callback.
-        if getattr(self, "callback", None) is no_callback:
+        if getattr(self, "callback", None) is do_nothing:
             self.callback = _keeping_callback(self.number, self.kept, self.site)
         OutputTap.fire(self, module, args, output)
 

@@ -65,7 +65,9 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
         arguments = partial(_arguments_text, local, in_full=is_about_kinds)
         if id(module) in paths:
             host, kind = paths[id(module)], type(module).__name__
-            kinds = dict.fromkeys(map(describe.kind, module.parameters() if is_about_kinds else ()))
+            kinds = dict.fromkeys(
+                map(describe.dtype_and_device, module.parameters() if is_about_kinds else ())
+            )
             innermost = FailingModule(host, kind, arguments(), listed(kinds, _MOST_KINDS))
         elif isinstance(module, Operation) and innermost is not None:
             innermost = FailingModule(f"{host}@{module.name}", "operation", arguments())

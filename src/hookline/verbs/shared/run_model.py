@@ -100,7 +100,7 @@ def sum_of_mean_squares(output: Any) -> Tensor | None:
     """Return the sum of the mean squares of the tensors that require a gradient; None without."""
     tensors = [
         tensor
-        for tensor in tree.distinct(output)
+        for tensor in tree.distinct_tensors(output)
         if isinstance(tensor, Tensor) and tensor.requires_grad
     ]
     if not tensors:

@@ -20,7 +20,7 @@ from typing import Any, final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine import HookSpec, Order, Passes, Site, Tap, is_inert, no_callback
+from hookline.engine import HookSpec, Order, Passes, Site, Tap, do_nothing, is_inert
 from hookline.util.stopwatch import Stopwatch, is_caller
 
 # The most that hooks add to the time of a call beyond what is left out: torch's loop, and the
@@ -103,7 +103,7 @@ class ClockTap(Tap):
     )
 
     def __init__(self, passes: Passes, running: RunningCalls, stopwatch: Stopwatch) -> None:
-        super().__init__(Site(""), passes, no_callback, Order.RECORD)
+        super().__init__(Site(""), passes, do_nothing, Order.RECORD)
         self.takes_blocks = True  # the clock looks at no value
         self.running: RunningCalls = running
         self.stopwatch: Stopwatch = stopwatch

@@ -79,7 +79,7 @@ class FakeModel:
         """Return a copy of inputs without numbers, except those that are a part of their shapes."""
         memo = dict(self._memo)
         for packed in _packed_sequences(value):
-            memo[id(packed.batch_sizes)] = self._meta_copies.keep_numbers(packed.batch_sizes)
+            memo[id(packed.batch_sizes)] = self._meta_copies.copy_with_numbers(packed.batch_sizes)
         with self._meta_copies:
             return copy.deepcopy(value, memo)
 
@@ -190,7 +190,7 @@ class _MetaCopies(TorchFunctionMode):
         self._devices[meta_copy.untyped_storage()._cdata] = tensor.device
         return meta_copy
 
-    def keep_numbers(self, tensor: Tensor) -> Tensor:
+    def copy_with_numbers(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor that keeps its numbers, in the copy that runs, too."""
         self._with_numbers.append(tensor.clone())
         return self._with_numbers[-1]

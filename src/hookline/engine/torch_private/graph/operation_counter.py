@@ -60,7 +60,7 @@ class OperationCounter:
         mode: AbstractContextManager[Any] = self._mode(self)
         return mode
 
-    def note_nested(self, operation: Any) -> None:
+    def report_nested(self, operation: Any) -> None:
         """Note that an operation on nested tensors is not counted, if it does matrix work."""
         name = operation._qualified_op_name
         if self._missing is not None and may_do_matrix_work(name.partition("::")[2]):
@@ -114,7 +114,7 @@ def _counting_mode(counting: Any) -> Any:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if isinstance(func, OpOverload) and any(map(_is_nested, args)):
-                self.counter.note_nested(func.overloadpacket)
+                self.counter.report_nested(func.overloadpacket)
                 return func(*args, **kwargs or {})
             return super().__torch_dispatch__(func, types, args, kwargs)
 
