@@ -140,7 +140,7 @@ class CurrentRun:
         self._of_one_call += [tap for tap in taps if tap.site.call is not None]
         self._has_gradients = self._has_gradients or has_gradients
 
-    def drop(self, dropped_ids: set[int]) -> None:
+    def drop_taps(self, dropped_ids: set[int]) -> None:
         """Forget taps, by their ids."""
         self._of_one_call = [tap for tap in self._of_one_call if id(tap) not in dropped_ids]
 

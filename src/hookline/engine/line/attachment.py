@@ -23,7 +23,7 @@ class Attachment:
     def end(self) -> None:
         """Remove all hooks. Idempotent."""
 
-    def drop(self, taps: Iterable[Tap]) -> None:
+    def drop_taps(self, taps: Iterable[Tap]) -> None:
         """Remove the hooks of some taps. Idempotent."""
 
     def why_silent(self) -> str | None:

@@ -241,18 +241,18 @@ class CompileSupport(Attachment):
             for tap in gradients:
                 tap.prepare_capture()
 
-    def drop(self, taps: Iterable[Tap]) -> None:
+    def drop_taps(self, taps: Iterable[Tap]) -> None:
         """Forget taps that have been removed, and unmark modules that keep no tap of the line."""
         if self.border is None:
             return
         with self._lock:
-            self._drop(list(taps))
+            self._drop_taps_locked(list(taps))
 
-    def _drop(self, taps: list[Tap]) -> None:
+    def _drop_taps_locked(self, taps: list[Tap]) -> None:
         ids = set(map(id, taps))
         self._parts.clear()
         self._new = [tap for tap in self._new if id(tap) not in ids]
-        self._run.drop(ids)
+        self._run.drop_taps(ids)
         hooked = {self.module_id_of(tap) for tap in self._taps if not tap.is_removed}
         for number in {self.module_id_of(tap) for tap in taps} - hooked - {id(self._root)}:
             self._marks.discard(number)

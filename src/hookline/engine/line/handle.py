@@ -51,7 +51,7 @@ class CallHooks:
             tap.retire()
         self.registrations.remove_entries(self._removable_entries())
         for attachment in self.attached:
-            attachment.drop(self.taps)
+            attachment.drop_taps(self.taps)
         self.is_on = False
         self.taps, self.entries = [], []
 
