@@ -48,7 +48,7 @@ from hookline.engine.passes.modes import (
 )
 from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
 from hookline.engine.pytree.call_arguments import ArgumentBinder
-from hookline.engine.pytree.hidden_tensors import every_tensor, tensor_holder
+from hookline.engine.pytree.hidden_tensors import every_tensor, hidden_tensor_holder
 from hookline.engine.pytree.tree import local_shards
 from hookline.engine.report.replaced_parts import Consequence
 from hookline.engine.report.report import Report, header_facts
@@ -88,9 +88,9 @@ from hookline.engine.torch_private.graph.dispatch import (
 from hookline.engine.torch_private.graph.foreach import copy_all, norms_of_each, subtract_from_all
 from hookline.engine.torch_private.graph.function_modes import is_exported
 from hookline.engine.torch_private.graph.nodes import (
-    at_end_of_inner_backward, gradient_split_groups, memory_key_and_size, next_number, node_number,
-    nodes_below, nodes_from, nodes_of_loss, raw_saved_by, rnn_workspace_bytes, running_node,
-    running_node_traceback, saved_by,
+    at_end_of_inner_backward, gradient_split_groups, memory_key_and_size, next_number,
+    node_number, nodes_below, nodes_from, nodes_from_loss_to_model, raw_tensors_saved_by,
+    rnn_workspace_bytes, running_node, running_node_traceback, tensors_saved_by,
 )
 from hookline.engine.torch_private.graph.operation_counter import ON_NESTED, OperationCounter
 from hookline.engine.torch_private.graph.fake_model import (

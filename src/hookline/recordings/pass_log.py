@@ -21,10 +21,10 @@ from hookline.engine import (
     Site,
     UnversionedMemory,
     every_tensor,
+    hidden_tensor_holder,
     is_freed,
     is_wrapped,
     local_shards,
-    tensor_holder,
     unwrap_all_transforms,
     unwrap_ended_transforms,
 )
@@ -278,7 +278,7 @@ class Log:
         for part, was in parts:
             why = self._why_changed(part, was)
             if why:
-                advice = _COPY if tensor_holder(part) is None else _TAKE_OUT
+                advice = _COPY if hidden_tensor_holder(part) is None else _TAKE_OUT
                 raise OverwrittenError(f"{self.sites[entry.site]} {why}.\n{advice}")
         return value if type(value) is Tensor and not is_wrapped(value) else self.unwrap(value)
 

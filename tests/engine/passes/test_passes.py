@@ -415,5 +415,5 @@ class Taken(list):
 def test_a_pass_may_be_closed_by_two_threads_at_once():
     current, called = Pass(0), []
     current.at_end = Taken([lambda: called.append("ended")])
-    current.run_at_end()
+    current.call_end_functions()
     assert called == ["ended"]

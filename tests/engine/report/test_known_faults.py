@@ -36,8 +36,8 @@ def test_a_version_with_a_known_fault_is_told_once(monkeypatch):
 
 def test_the_versions_in_use_have_no_known_fault():
     assert list(known_faults_here()) == []
-    assert [fault.holds_for("2.11.0") for fault in KNOWN_FAULTS] == [False, True]
-    assert not KNOWN_FAULTS[0].holds_for("a build without a number")
+    assert [fault.affects("2.11.0") for fault in KNOWN_FAULTS] == [False, True]
+    assert not KNOWN_FAULTS[0].affects("a build without a number")
 
 
 def test_the_oldest_right_versions_are_those_of_the_package():

@@ -25,8 +25,8 @@ def listening(events):
         lambda optimizer, has_gradients: events.append(f"begin {has_gradients}"),
         lambda: events.append("end"),
     )
-    registrations.register_globally("step_pre", steps.before)
-    registrations.register_globally("step_post", steps.after)
+    registrations.register_globally("step_pre", steps.begin_step)
+    registrations.register_globally("step_post", steps.end_step)
     yield
     registrations.remove()
 

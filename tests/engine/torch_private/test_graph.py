@@ -29,7 +29,7 @@ from hookline.engine.torch_private.graph.nodes import (
     next_number,
     node_number,
     nodes_below,
-    raw_saved_by,
+    raw_tensors_saved_by,
     running_node,
 )
 from hookline.engine.torch_private.graph.operation_counter import OperationCounter
@@ -68,18 +68,18 @@ def test_backward_runs_nodes_by_descending_number():
 def test_what_a_node_keeps_is_read_without_unpacking():
     x = torch.ones(3, requires_grad=True)
     y = x.exp()
-    (kept,) = raw_saved_by(y.grad_fn)
+    (kept,) = raw_tensors_saved_by(y.grad_fn)
     assert memory_key_and_size(kept) == memory_key_and_size(y)
     assert memory_key_and_size(y[1:])[0] == memory_key_and_size(y)[0]
     assert memory_key_and_size(y)[1] == 12
     unpacked = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: 7, lambda _: unpacked.append(1)):
         z = x.exp()
-    assert list(raw_saved_by(z.grad_fn)) == []
+    assert list(raw_tensors_saved_by(z.grad_fn)) == []
     assert unpacked == []
     loss = y.sum()
     loss.backward()
-    assert list(raw_saved_by(y.grad_fn)) == []  # freed
+    assert list(raw_tensors_saved_by(y.grad_fn)) == []  # freed
     assert memory_key_and_size(torch.eye(3).to_sparse())[1] == 3 * 4 + 6 * 8
 
 
@@ -151,7 +151,7 @@ def test_a_copy_has_shapes_alone_and_runs():
     model, x = Odd(), torch.ones(2, 3)
     copy = FakeModel(model, {"": model, "fc": model.fc})
     inputs = copy.copy_inputs(((x,), {}))
-    with copy.running(inputs, module_flags(model)) as found:
+    with copy.runnable_copy(inputs, module_flags(model)) as found:
         output = found.modules[""](*found.args)
         assert output.shape == (2, 3)
         assert output.dtype is torch.float64
@@ -181,7 +181,7 @@ def test_flags_are_those_of_the_model_at_that_time():
     model.fc.weight.requires_grad_(False)
     flags = module_flags(model)
     model.train()
-    with copy.running(inputs, flags) as found:
+    with copy.runnable_copy(inputs, flags) as found:
         fc = found.modules["fc"]
         assert not fc.training
         assert [p.requires_grad for p in fc.parameters()] == [False, True]
@@ -223,7 +223,10 @@ def test_the_backward_of_a_layer_on_a_gpu_has_shapes(has_weights):
     layer, x = GpuLayer(6, 3).requires_grad_(has_weights), torch.ones(5, 4, 6, requires_grad=True)
     copy, counts = FakeModel(layer, {"": layer}), []
     counter = OperationCounter(lambda n_flops, _: counts.append(n_flops))
-    with copy.running(copy.copy_inputs(((x,), {})), module_flags(layer)) as run, counter.counting():
+    with (
+        copy.runnable_copy(copy.copy_inputs(((x,), {})), module_flags(layer)) as run,
+        counter.counting(),
+    ):
         fake = run.modules[""]
         fake(*run.args).sum().backward()
     matrices = 4 * 3 * (6 + 3)
@@ -236,7 +239,7 @@ def test_the_backward_of_a_layer_on_a_gpu_has_shapes(has_weights):
 def test_the_nodes_of_a_copy_run_in_one_thread():
     model = nn.Linear(2, 2)
     copy = FakeModel(model, {"": model})
-    with copy.running(((), {}), module_flags(model)):
+    with copy.runnable_copy(((), {}), module_flags(model)):
         assert not torch._C._is_multithreading_enabled()
     assert torch._C._is_multithreading_enabled()
 

@@ -28,7 +28,7 @@ def test_process_wide_hooks_are_where_torch_puts_them(kind, register):
     place = sys.modules[name]
     options = {"forward": {"with_kwargs": True}, "after": {"always_call": True}}.get(kind, {})
     handle = getattr(place, register)(print, **options)
-    hooks, *marks = internals.global_hook_dicts(kind)
+    hooks, *marks = internals.global_hook_and_flag_dicts(kind)
     assert hooks[handle.id] is print
     assert len(marks) == len(options)
     for found in (hooks, *marks):
@@ -39,7 +39,7 @@ def test_process_wide_hooks_are_where_torch_puts_them(kind, register):
 def test_torchs_handle_leaves_the_kwargs_mark_of_a_removed_hook():
     """When torch stops leaving it, a hook can be registered by torch's own function again."""
     handle = torch.nn.modules.module.register_module_forward_hook(print, with_kwargs=True)
-    hooks, with_kwargs = internals.global_hook_dicts("forward")
+    hooks, with_kwargs = internals.global_hook_and_flag_dicts("forward")
     handle.remove()
     assert handle.id not in hooks
     assert with_kwargs.pop(handle.id) is True

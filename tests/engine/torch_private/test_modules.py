@@ -43,10 +43,12 @@ def test_flags_lie_where_torch_reads_them():
     """If torch moves them, hooks lose their kwargs, or are skipped when a module raises."""
     module = nn.Linear(1, 1)
     pre = module.register_forward_pre_hook(lambda *a: None, with_kwargs=True)
-    _, flags = hooks.hook_dicts(module, "forward_pre", with_kwargs=True)
+    _, flags = hooks.hook_and_flag_dicts(module, "forward_pre", with_kwargs=True)
     assert pre.id in flags
     hook = module.register_forward_hook(lambda *a: None, with_kwargs=True, always_call=True)
-    _, kwargs, always = hooks.hook_dicts(module, "forward", with_kwargs=True, always_call=True)
+    _, kwargs, always = hooks.hook_and_flag_dicts(
+        module, "forward", with_kwargs=True, always_call=True
+    )
     assert hook.id in kwargs
     assert hook.id in always
 

@@ -25,8 +25,8 @@ from hookline.engine.autograd.view_hooks import HookedView, hook_value_gradient
 from hookline.engine.pytree import outlines, tree
 from hookline.engine.torch_private.autograd import is_traced_tensor
 from hookline.engine.torch_private.dynamo import (
-    argument_shares_outputs,
     at_end_of_traced_forward,
+    call_tensor_shares_memory,
     keep_call_in_graphs,
     keep_operator_in_graphs,
 )
@@ -182,7 +182,7 @@ def _register_traced_hook(
 
     if not is_traced_tensor(tensor) and is_resaving_tensors():
         return tensor  # a backend that runs the graph as it is: the first run has the hook
-    if argument_shares_outputs():
+    if call_tensor_shares_memory():
         lost()
     elif tensor.requires_grad:
         view = hook_value_gradient(tensor, hook, lost, int(owner))

@@ -67,7 +67,7 @@ class RunSubscription:
                 kind.__call__ = _call_optimized
             RunSubscription._all.append(self)
 
-    def watch(self, module: nn.Module) -> None:
+    def watch_module(self, module: nn.Module) -> None:
         """Report the runs of a module that was compiled by `module.compile()`. Idempotent."""
         with RunSubscription._lock:
             entry = RunSubscription._replaced_calls.get(module)

@@ -63,15 +63,15 @@ class CollectingCallCounts(dict[Any, int]):
         settle: collects the values left by compiled code; called before a count is read.
     """
 
-    __slots__ = ("_collect",)
+    __slots__ = ("_collect_values",)
 
     def __init__(self, calls: dict[Any, int], settle: Callable[[], None]) -> None:
         super().__init__(calls)
-        self._collect = settle
+        self._collect_values = settle
 
     def get(self, tap: Any, default: Any = None) -> Any:
         """Return the number of a tap's calls."""
-        self._collect()
+        self._collect_values()
         return super().get(tap, default)
 
     def __setitem__(self, tap: Any, number: int) -> None:
@@ -135,7 +135,7 @@ class CurrentRun:
     _of_one_call: list[Any] = field(default_factory=list, init=False)
     _has_gradients: bool = field(default=False, init=False)
 
-    def add(self, taps: list[Any], *, has_gradients: bool) -> None:
+    def add_taps(self, taps: list[Any], *, has_gradients: bool) -> None:
         """Add taps that may be switched on."""
         self._of_one_call += [tap for tap in taps if tap.site.call is not None]
         self._has_gradients = self._has_gradients or has_gradients
@@ -161,7 +161,7 @@ class CurrentRun:
         if before[1] is not None and before[1] is not current:
             stop_collecting(before[1])
         try:
-            self._collect(is_over=True)
+            self._collect_values(is_over=True)
         finally:
             self._active = taps, current
             self.switch.is_on = current is not None
@@ -170,7 +170,7 @@ class CurrentRun:
             for tap in taps:
                 tap.active = tap.traced
         if current is not None:
-            collect_before_reads(current, self._collect)
+            collect_before_reads(current, self._collect_values)
             self._begin_run(current)
         return before
 
@@ -185,7 +185,7 @@ class CurrentRun:
             region = current.region
             self.switch.number = number if region is None else region.number_compiled_run(number)
 
-    def _collect(self, *, is_over: bool = False) -> None:
+    def _collect_values(self, *, is_over: bool = False) -> None:
         """Collect the values left by compiled code so far; later values belong to another run."""
         taps, current = self._active
         run, self._run = self._run, None  # the callbacks called here must not collect again

@@ -36,7 +36,7 @@ from hookline.engine.torch_private.autograd import (
     version_counter,
 )
 from hookline.engine.torch_private.distributed import ReplacedTensor, find_replaced_tensor
-from hookline.engine.torch_private.graph.checkpoint import producer_of, region_of
+from hookline.engine.torch_private.graph.checkpoint import producer_of, reentrant_region_of
 from hookline.engine.torch_private.modes import is_legacy_batched
 from hookline.engine.torch_private.modules import PYTHON_NODE
 from hookline.errors import AttachError, StructureError, warn
@@ -207,7 +207,7 @@ class GradientTap(Tap):
         The gradient of the checkpoint's own output lacks the uses inside the function. Return False
         if the node is not a checkpoint's, or if the checkpoint's output must get the hook.
         """
-        region = region_of(node)
+        region = reentrant_region_of(node)
         if region is None or index >= len(region.made_inside):
             return False
         if region.made_inside[index]:
@@ -394,7 +394,7 @@ class GradientTap(Tap):
             return False
         self.placed += current.recomputation is None
         if self.on.changes:
-            region.at_late.add(self._warn_late)
+            region.at_late.add(self._warn_line_ended)
         return True
 
     def _recomputed_pass(self, current: Pass) -> Pass | None:
@@ -445,7 +445,7 @@ class GradientTap(Tap):
         if grad is None:
             return None
         if self.passes.closed:
-            self._warn_late()
+            self._warn_line_ended()
             return None
         if is_legacy_batched(grad):
             return map_legacy_vmap(partial(self.receive_gradient, current, pending, slot), grad)
@@ -477,7 +477,7 @@ class GradientTap(Tap):
         current = of()
         return None if current is None else self.receive_gradient(current, pending, slot, grad)
 
-    def _warn_late(self) -> None:
+    def _warn_line_ended(self) -> None:
         if self.on.changes and not self.has_warned:
             self.has_warned = True
             warn(

@@ -106,7 +106,7 @@ class _Border:
         if compiled is None:
             self._members, compiled = find_compiled_in_place(self._root)
         for module in compiled:
-            self._subscription.watch(module)
+            self._subscription.watch_module(module)
 
     def close(self) -> None:
         """Stop watching calls. `leave` still runs for the calls under way."""
@@ -234,7 +234,7 @@ class CompileSupport(Attachment):
         self._parts.clear()
         self._new += taps
         gradients = [tap for tap in taps if tap.site.port in GRADIENT_PORTS]
-        self._run.add(taps, has_gradients=bool(gradients))
+        self._run.add_taps(taps, has_gradients=bool(gradients))
         if may_have_compiled():
             self._mark_new_hooks()
         else:

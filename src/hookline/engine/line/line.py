@@ -46,7 +46,7 @@ from hookline.engine.selection.module_tree import (
 )
 from hookline.engine.selection.selectors import Selection, Selector, select_in
 from hookline.engine.selection.site import Site
-from hookline.engine.selection.targets import Everywhere, Target, tree_of
+from hookline.engine.selection.targets import Everywhere, Target, target_tree
 from hookline.engine.taps.base import GRADIENT_ORDERS, Order, RootTap, Tap
 from hookline.engine.taps.fast_path import FastPaths
 from hookline.engine.taps.forward import InputTap, OutputTap
@@ -121,7 +121,7 @@ class Line:
         self.passes: Passes = Passes(every_thread=every_thread)
         self._registering = fork_safe_lock()
         self.taps: list[Tap] = []
-        self.module_tree: ModuleTree = tree_of(model, name)
+        self.module_tree: ModuleTree = target_tree(model, name)
         self._nodes: dict[int, ModuleNode | ParameterNode] = {}
         self.root = self.module_tree.root
         self.is_everywhere: bool = isinstance(model, Everywhere)
@@ -448,7 +448,7 @@ class Line:
 
     def _report_notes(self) -> tuple[str, ...]:
         remark = self.options.remark
-        notes = [self.fast_paths.warning(self.name)]
+        notes = [self.fast_paths.warning_text(self.name)]
         notes += [attachment.note for attachment in self.attached]
         self._note_in_warning = self._shared_pass_warning()
         notes += [self._note_in_warning, remark and remark()]

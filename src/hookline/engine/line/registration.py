@@ -33,8 +33,8 @@ from hookline.engine.torch_private.graph.before_backward import BACKWARD_HOOKS
 from hookline.engine.torch_private.hooks import (
     HOOK_DICTS,
     HookDict,
-    global_hook_dicts,
-    hook_dicts,
+    global_hook_and_flag_dicts,
+    hook_and_flag_dicts,
     new_hook_id,
     own_hook_id,
     tensor_hook_dict,
@@ -164,7 +164,7 @@ class Registrations(Attachment):
                 f"{type(module).__name__} is a ScriptModule: torch refuses hooks on its modules, or"
                 " never calls them.\nAttach to the Python model, before torch.jit.script or .trace."
             )
-        hooks, *marks = hook_dicts(
+        hooks, *marks = hook_and_flag_dicts(
             module, spec.kind, with_kwargs=spec.with_kwargs, always_call=spec.always_call
         )
         is_first = not hooks  # the common case, in which no order must be kept
@@ -225,7 +225,9 @@ class Registrations(Attachment):
                 registration hook or a step hook.
             hook: the hook.
         """
-        dicts: list[Any] = [BACKWARD_HOOKS] if kind == "backward" else global_hook_dicts(kind)
+        dicts: list[Any] = (
+            [BACKWARD_HOOKS] if kind == "backward" else global_hook_and_flag_dicts(kind)
+        )
         hooks, *marks = dicts
         with _lock:
             # A new id: torch looks up flags by the id alone, so a shared id would flag a module's

@@ -191,7 +191,7 @@ class Recomputation(_Changes):
         Raises:
             AttachError: a hook returned other values than in the first run.
         """
-        self.current.run_at_end()
+        self.current.call_end_functions()
         self.current.recomputation = None  # break the reference cycle
         self.rest.clear()
         # Where the two runs took different paths, torch stopped one early or raises an error

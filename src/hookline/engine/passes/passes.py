@@ -88,7 +88,7 @@ class Pass:
         self.settings: Any = None
         self.unversioned: Any = None
 
-    def run_at_end(self) -> None:
+    def call_end_functions(self) -> None:
         """Call the functions that wait for the end of the pass, or of a call outside the root."""
         while self.at_end:
             try:
@@ -391,7 +391,7 @@ class Passes:
     def _finish_pass(self, current: Pass, *, failed: bool) -> None:
         self._open.pop(id(current), None)
         if current.at_end:
-            current.run_at_end()
+            current.call_end_functions()
         current.failed = failed
         self.failed += failed
         if failed:

@@ -17,10 +17,10 @@ from hookline.engine.torch_private.modules import parts_of_sparse
 
 def leaf_text(leaf: Leaf) -> str:
     """Write a leaf as it follows a site: `[0].last_hidden_state`."""
-    return "".join(f"[{key}]" if isinstance(key, int) else _name_text(key) for key in leaf)
+    return "".join(f"[{key}]" if isinstance(key, int) else _key_text(key) for key in leaf)
 
 
-def _name_text(key: str) -> str:
+def _key_text(key: str) -> str:
     return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
 
 

@@ -26,11 +26,11 @@ def every_tensor(value: Any) -> list[Tensor]:
         if isinstance(part, Tensor):
             tensors.append(part)
         else:
-            tensors += _tensors_in(part)
+            tensors += _hidden_tensors_in(part)
     return tensors
 
 
-def tensor_holder(value: Any) -> Any:
+def hidden_tensor_holder(value: Any) -> Any:
     """Return the first object in a value that holds a tensor without showing it; None without one.
 
     A copy of the value still holds that tensor itself.
@@ -38,12 +38,12 @@ def tensor_holder(value: Any) -> Any:
     if isinstance(value, Tensor):
         return None
     for _, part in tree.walk(value):
-        if not isinstance(part, Tensor) and _tensors_in(part):
+        if not isinstance(part, Tensor) and _hidden_tensors_in(part):
             return part
     return None
 
 
-def _tensors_in(part: Any) -> list[Tensor]:
+def _hidden_tensors_in(part: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
     visited: IdentityMap[None] = IdentityMap()
     stack: list[Any] = [*part] if isinstance(part, Mapping) else [part]

@@ -29,7 +29,7 @@ class KnownFault:
         """Return the command that installs a version that is right."""
         return f"pip install '{self.package}>={'.'.join(map(str, self.right))}'"
 
-    def holds_for(self, version: str) -> bool:
+    def affects(self, version: str) -> bool:
         """Tell whether a version has the fault."""
         numbers = re.match(r"(\d+)\.(\d+)", version)
         return numbers is not None and tuple(map(int, numbers.groups())) < self.right
@@ -48,7 +48,7 @@ def known_faults_here() -> Iterator[tuple[KnownFault, str]]:
     """Yield the faults of the packages that are imported, each with the package's version."""
     for fault in KNOWN_FAULTS:
         version = getattr(module_if_imported(fault.package), "__version__", None)
-        if version is not None and fault.holds_for(str(version)):
+        if version is not None and fault.affects(str(version)):
             yield fault, str(version)
 
 

@@ -288,13 +288,13 @@ class _Search:
             return self._find_parameter(site, node)
         if self._is_at_own_path(node):
             return None
-        return self._find_above(site, node, node.find_in(self._tree))
+        return self._find_replaced_above(site, node, node.find_in(self._tree))
 
     def _is_at_own_path(self, node: Node) -> bool:
         now = node.find_in(self._tree)
         return now is not None and not set(now.paths).isdisjoint(node.paths)
 
-    def _find_above(self, site: Site, node: ModuleNode, now: Node | None) -> Replacement:
+    def _find_replaced_above(self, site: Site, node: ModuleNode, now: Node | None) -> Replacement:
         """Return the replacement of a site: of the outermost replaced module on its path."""
         outermost, above = node, node.parent
         while above is not None:
@@ -318,7 +318,7 @@ class _Search:
             event = "swapped (torch.utils.swap_tensors)"
             return Replacement(site, "parameter", node.path, event, None)
         if not self._is_at_own_path(node.parent):
-            return self._find_above(site, node.parent, now)
+            return self._find_replaced_above(site, node.parent, now)
         successor = dict(own_parameters(node.parent.module).items()).get(_last_path_part(node))
         event = "unregistered"  # a parametrization leaves an attribute of the same name
         if successor is not None:

@@ -105,7 +105,7 @@ class Report(Result):
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
         share = f"{len(silent)} of {plural(len(self.sites), 'site')} never fired"
         return f"hl.{self.name}: {share}: {reasons}{more}." + "".join(
-            f"\n{line}" for line in self._advice()
+            f"\n{line}" for line in self._advice_text()
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Report(Result):
             head=f" on {self._head_text()}",
             headings=_HEADINGS,
             rows=sorted(rows, key=lambda row: row[2] != "0"),
-            notes=[*notes, *self._advice()],
+            notes=[*notes, *self._advice_text()],
             more="sites: report.fired",
             is_compact=True,
         )
@@ -169,7 +169,7 @@ class Report(Result):
             for place, (site, count) in enumerate(self.fired)
         ]
 
-    def _advice(self) -> list[str]:
+    def _advice_text(self) -> list[str]:
         """Return the last line, where a reason names more than one cause."""
         return [_ASK] if any(why.startswith(BYPASSED.why) for why in self.why.values()) else []
 

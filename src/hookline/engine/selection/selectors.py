@@ -52,7 +52,7 @@ SitedNode = tuple[Site, ModuleNode | ParameterNode]
 _MOST_ROWS = 60  # of a selection that is printed
 
 
-def _sort_key(place: SitedNode) -> tuple[int, int, int]:
+def _registration_order(place: SitedNode) -> tuple[int, int, int]:
     site, node = place
     module, within = node.position
     return module, PORTS.index(site.port) if site.port in PORTS else -1, within
@@ -65,7 +65,7 @@ def _sort_sited_nodes(pairs: Iterable[SitedNode]) -> list[SitedNode]:
     port, last = places[0][0].port if places else "", -1
     for site, node in places:
         if site.port != port or not isinstance(node, ModuleNode) or node.index <= last:
-            return list(dict(sorted(places, key=_sort_key)).items())
+            return list(dict(sorted(places, key=_registration_order)).items())
         last = node.index
     return places
 

@@ -130,7 +130,7 @@ def parse_site_text(text: str, paths: Container[str] = ()) -> SiteText:
     """
     match = _GRAMMAR.fullmatch(text)
     if match is None:
-        raise _malformed(text, "it cannot be read")
+        raise _malformed_error(text, "it cannot be read")
     port, call = match["port"], match["call"]
     if port is not None and port not in PORTS:
         raise SelectionError(
@@ -139,11 +139,11 @@ def parse_site_text(text: str, paths: Container[str] = ()) -> SiteText:
             f" {match['path'] or path_text('')} alone, for the output."
         )
     if call is not None and not (call.isdecimal() and len(call) < 10):
-        raise _malformed(text, f"the call must be a number such as #0, got {call!r}")
+        raise _malformed_error(text, f"the call must be a number such as #0, got {call!r}")
     keys = list(_LEAF_KEY.finditer(match["leaf"]))
     if "".join(key[0] for key in keys) != match["leaf"]:
         why = f"a leaf must be a name, a number or a quoted key, got {match['leaf']!r}"
-        raise _malformed(text, why)
+        raise _malformed_error(text, why)
     roots = {ROOT: ROOT if ROOT in paths else "", _NAMED_ROOT: ROOT}
     path = roots.get(match["path"], match["path"])
     return SiteText(path, port, tuple(map(_leaf_key, keys)), None if call is None else int(call))
@@ -156,7 +156,7 @@ def _leaf_key(match: re.Match[str]) -> Key:
     return match["name"] or str(ast.literal_eval(match["text"]))
 
 
-def _malformed(text: str, why: str) -> SelectionError:
+def _malformed_error(text: str, why: str) -> SelectionError:
     return SelectionError(
         f"malformed selector {text!r}: {why}."
         "\nThe form is PATH[:PORT][LEAF][#CALL], as in 'h.*:output[0]' or 'block#2'."

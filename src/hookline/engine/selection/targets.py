@@ -33,7 +33,7 @@ Target = nn.Module | Mapping[str, Tensor]
 _TAKE_TENSORS = ("attach", "edit", "record")
 
 
-def tree_of(target: Any, name: str) -> ModuleTree:
+def target_tree(target: Any, name: str) -> ModuleTree:
     """Return the module tree of a line's target.
 
     Args:

@@ -198,9 +198,9 @@ class Tap(HookOwner):
     def _restrict_to_site(self, callback: Callback, site: Site) -> None:
         """Restrict the callback to one leaf of the value, or to one call of the module."""
         if site.leaf:
-            self.change = self.callback = callback = _at_leaf(callback, site)
+            self.change = self.callback = callback = _restrict_to_leaf(callback, site)
         if site.call is not None:
-            self.callback = _at_call(callback, site.call, self)
+            self.callback = _restrict_to_call(callback, site.call, self)
 
     def prepare_capture(self) -> None:
         """Make the capture for compiled code, which may call this tap from now on."""
@@ -220,7 +220,7 @@ class Tap(HookOwner):
         if self.halves is None:
             return self.callback
         after, call = self.halves.after, self.site.call
-        return after if call is None else _at_call(after, call, self)
+        return after if call is None else _restrict_to_call(after, call, self)
 
     @run_at_trace_time
     def prepare_tracing(self) -> None:
@@ -352,7 +352,7 @@ def do_nothing(*values: Any) -> None:
     """Do nothing: the callback of taps without a single value, and of removed taps."""
 
 
-def _at_leaf(callback: Callback, site: Site) -> Callback:
+def _restrict_to_leaf(callback: Callback, site: Site) -> Callback:
     leaf, where = site.leaf, str(site)
 
     def at_leaf(current: Pass, value: Any) -> Any:
@@ -362,7 +362,7 @@ def _at_leaf(callback: Callback, site: Site) -> Callback:
     return at_leaf
 
 
-def _at_call(callback: Callback, call: int, tap: Tap) -> Callback:
+def _restrict_to_call(callback: Callback, call: int, tap: Tap) -> Callback:
     def at_call(current: Pass, value: Any) -> Any:
         count = current.calls.get(tap, 0)
         current.calls[tap] = count + 1

@@ -158,7 +158,7 @@ class FastPaths:
         self.taps[id(node)] = tap = _TAPS[kind](site, self._passes, do_nothing, Order.BEGIN)
         self._place([(tap, node)])
 
-    def warning(self, name: str) -> str | None:
+    def warning_text(self, name: str) -> str | None:
         """Write the warning about the fast paths that were turned off.
 
         Args:

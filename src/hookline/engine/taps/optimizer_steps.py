@@ -42,7 +42,7 @@ class OptimizerSteps:
     begin: Callable[[Optimizer, bool], None]
     end: Callable[[], None]  # called when the optimizer has stepped, and before the closure runs
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Begin a step: the hook before the step."""
         if not self.is_mine(optimizer):
             return None
@@ -62,10 +62,10 @@ class OptimizerSteps:
             return args, {**kwargs, "closure": outside_work}
         return (args[0], outside_work, *args[2:]), kwargs
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """End a step: the hook after the step."""
         if self.is_mine(optimizer):
             self.end()
 
 
-hook_functions.extend(vars(OptimizerSteps)[name] for name in ("before", "after"))
+hook_functions.extend(vars(OptimizerSteps)[name] for name in ("begin_step", "end_step"))

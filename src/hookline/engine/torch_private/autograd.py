@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hookline.engine.torch_private.hooks import HookDict
 from hookline.engine.torch_private.modes import is_wrapped
-from hookline.engine.torch_private.modules import PYTHON_NODE, _Last
+from hookline.engine.torch_private.modules import PYTHON_NODE
 
 # Numbers for the keys of tensor hooks: (owner, number), where torch has a number.
 _keys = itertools.count()
@@ -42,6 +42,12 @@ def outer_backward_number() -> int:
     return backward_number() if OUTER.number is None else OUTER.number
 
 
+class _LastHookKey(tuple[int, int]):
+    """The key of a hook that stays behind its owner's later hooks."""
+
+    __slots__ = ()
+
+
 def hook_gradient(
     tensor: Tensor,
     hook: Callable[[Tensor], Any],
@@ -64,7 +70,7 @@ def hook_gradient(
     if tensor.grad_fn is None or (type(tensor) is not Tensor and not is_traced_tensor(tensor)):
         return tensor.register_hook(hook).id  # type: ignore[no-untyped-call]
     key: Any = (owner, next(_keys)) if trace_order is None else (owner, next(_keys), trace_order)
-    key = _Last(key) if is_last else key
+    key = _LastHookKey(key) if is_last else key
     hooks: HookDict | None = tensor._backward_hooks  # type: ignore[assignment]
     if hooks is None:
         # An in-place operation starts a new dictionary: torch resets it with the tensor's grad_fn.
@@ -80,14 +86,14 @@ def hook_gradient(
 def _add_in_order(hooks: HookDict, key: Any, hook: Callable[..., Any], order: int | None) -> None:
     """Add a hook behind its owner's earlier hooks, and before the hooks of earlier owners."""
     if order is not None:
-        _insert_numbered(hooks, key, hook)
+        _insert_by_trace_order(hooks, key, hook)
         return
     # torch uses the plain dictionary's order, so later hooks must be put in again.
-    is_last = type(key) is _Last
+    is_last = type(key) is _LastHookKey
     later_hooks = [
         (k, h) for k, h in hooks.items()
         if (type(k) is tuple and k[0] != key[0])
-        or (type(k) is _Last and (k[0] != key[0] or not is_last))
+        or (type(k) is _LastHookKey and (k[0] != key[0] or not is_last))
     ]  # fmt: skip
     for later_key, _ in later_hooks:
         del hooks[later_key]
@@ -95,7 +101,7 @@ def _add_in_order(hooks: HookDict, key: Any, hook: Callable[..., Any], order: in
     hooks.update(later_hooks)
 
 
-def _insert_numbered(hooks: HookDict, key: Any, hook: Callable[..., Any]) -> None:
+def _insert_by_trace_order(hooks: HookDict, key: Any, hook: Callable[..., Any]) -> None:
     """Insert a numbered hook by its number; numbered hooks come before the others."""
     numbered = [(k, h) for k, h in hooks.items() if type(k) is tuple and len(k) == 3]
     numbered = sorted([*numbered, (key, hook)], key=lambda item: item[0][2])

@@ -191,7 +191,7 @@ def keep_call_in_graphs(function: Callable[..., Any]) -> None:
     torch.fx.node.has_side_effect(function)
 
 
-def argument_shares_outputs() -> bool:
+def call_tensor_shares_memory() -> bool:
     """Tell whether the tensor of the present call in a graph is a view that shares memory.
 
     The view shares memory with several of the graph's outputs, or with an input and an output.

@@ -64,7 +64,7 @@ def hook_dict(module: nn.Module, kind: str) -> HookDict:
     return hooks
 
 
-def hook_dicts(
+def hook_and_flag_dicts(
     module: nn.Module, kind: str, *, with_kwargs: bool = False, always_call: bool = False
 ) -> list[Any]:
     """Return the dictionary of hooks of this kind, then the dictionaries of the requested flags.
@@ -122,7 +122,7 @@ _GLOBAL_HOOKS = {
 }
 
 
-def global_hook_dicts(kind: str) -> list[Any]:
+def global_hook_and_flag_dicts(kind: str) -> list[Any]:
     """Return the dictionary of a kind of process-wide hook, then the dictionaries of its flags.
 
     They are written to directly. torch's own functions may be interrupted before they return a

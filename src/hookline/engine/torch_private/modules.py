@@ -30,12 +30,6 @@ _WRAPPERS: dict[tuple[str, str], str] = {
 _WRAPPER_NAMES = frozenset(name for _, name in _WRAPPERS)
 
 
-class _Last(tuple[int, int]):
-    """The key of a hook that stays behind its owner's later hooks."""
-
-    __slots__ = ()
-
-
 # The class of nodes whose backward is written in Python, as that of compiled code is.
 PYTHON_NODE = torch.autograd.function.BackwardCFunction
 

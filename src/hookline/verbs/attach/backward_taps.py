@@ -357,7 +357,7 @@ class BackwardTap(_RawBackwardTap):
             call.flow.end_call(output)
             call.flow = None  # the hooks of the flow hold the call
         if not opened and not current.roots:
-            current.run_at_end()
+            current.call_end_functions()
 
     def _current_call(self) -> _PendingCall | None:
         current = self.in_thread.running

@@ -108,7 +108,7 @@ class BackwardChecks:
         steps = OptimizerSteps(
             lambda _: self._passes.sees_backward(), self.check_at_step, _do_nothing
         )
-        registrations.register_globally("step_pre", steps.before)
+        registrations.register_globally("step_pre", steps.begin_step)
         registrations.register_globally("backward", self.backward_begins)
 
     def backward_begins(self, roots: Sequence[Any], grads: Sequence[Any]) -> Callable[[], None]:

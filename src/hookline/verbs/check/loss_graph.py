@@ -25,7 +25,14 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hookline.engine import hook_node, local_part, next_number, node_number, nodes_of_loss, saved_by
+from hookline.engine import (
+    hook_node,
+    local_part,
+    next_number,
+    node_number,
+    nodes_from_loss_to_model,
+    tensors_saved_by,
+)
 from hookline.statistics.finiteness import NonFinite, is_measurable, non_finite_kinds
 from hookline.verbs.check.finding import CheckFinding, SourceLine, user_frame
 from hookline.verbs.check.loss_source_line import CalledAt, line_of_loss
@@ -172,7 +179,7 @@ class LossGraph:
         ]  # fmt: skip
         self.is_nan: bool = any(kind & NonFinite.NAN for kind in kinds)
         grad_fns = [tensor.grad_fn for tensor in tensors]
-        self._nodes = nodes_of_loss(grad_fns, self._is_run_node, _MOST_NODES)
+        self._nodes = nodes_from_loss_to_model(grad_fns, self._is_run_node, _MOST_NODES)
         loss = next((root for root, kind in zip(tensors, kinds, strict=True) if kind), None)
         if (
             loss is not None
@@ -239,7 +246,7 @@ class LossGraph:
             called_at = None if run is None else run.called_at
 
             def reaches(later: Any) -> bool:
-                return node in nodes_of_loss([later], self._is_run_node, _MOST_NODES)
+                return node in nodes_from_loss_to_model([later], self._is_run_node, _MOST_NODES)
 
             fault.line = line_of_loss(frame, node, called_at, reaches)
         return fault
@@ -258,7 +265,7 @@ class _LossValues:
         self._known: dict[tuple[Any, int], Tensor] = {(loss.grad_fn, loss.output_nr): loss.detach()}
         self._constants: dict[Any, list[Tensor]] = {}
         for node in nodes:
-            for name, tensor in saved_by(node):
+            for name, tensor in tensors_saved_by(node):
                 if tensor.grad_fn is not None:
                     self._known.setdefault((tensor.grad_fn, tensor.output_nr), tensor.detach())
                     continue
@@ -341,7 +348,7 @@ class _LossValues:
                      " far as it is kept, was finite",)  # fmt: skip
         elif len(edges) < len(node.next_functions) and not constants:
             notes = ("the graph does not keep the operation's other input; look at it, too",)
-        saved = [tensor for name, tensor in saved_by(node) if name == "target"]
+        saved = [tensor for name, tensor in tensors_saved_by(node) if name == "target"]
         targets = [tensor for tensor in saved if not is_measurable(tensor)]  # integers: classes
         return Fault(node, self._loss, [*inputs, *constants, *targets], notes)
 

@@ -93,7 +93,7 @@ def _run_and_count(copy: FakeModel, kind: RunKind, counted: _CallStack) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        run = stack.enter_context(copy.running(kind.inputs, kind.flags))
+        run = stack.enter_context(copy.runnable_copy(kind.inputs, kind.flags))
         stack.enter_context(use_autocast(kind.autocast))
         stack.callback(registrations.end)
         for path, module in run.modules.items():

@@ -144,8 +144,8 @@ class Profile(FinalizingLine[Line], Result):
             line.attached.append(AtEnd(partial(STOPWATCH.readers.discard, id(profile_lanes))))
             STOPWATCH.readers.add(id(profile_lanes))
             regions.open([module for module in model.modules() if holds_compiled_call(module)])
-            registrations.register_globally("step_pre", steps.before)
-            registrations.register_globally("step_post", steps.after)
+            registrations.register_globally("step_pre", steps.begin_step)
+            registrations.register_globally("step_post", steps.end_step)
             for node in tapped:
                 site = Site(node.path, module_type=type(node.module).__name__)
                 registrations.register_taps([(ProfileTap(site, line.passes, profile_lanes), node)])

@@ -205,7 +205,7 @@ class CompiledRegions:
         if self._subscription is not None:
             self._subscription.open()
             for module in compiled:
-                self._subscription.watch(module)
+                self._subscription.watch_module(module)
 
     def close(self) -> None:
         """Stop watching. Idempotent."""

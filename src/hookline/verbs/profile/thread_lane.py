@@ -27,7 +27,7 @@ from hookline.engine import (
     node_number,
     nodes_below,
     prehook_node,
-    raw_saved_by,
+    raw_tensors_saved_by,
     rnn_workspace_bytes,
 )
 from hookline.engine.pytree import tree
@@ -347,7 +347,7 @@ class Lane:
         """Add up the bytes that each module's nodes keep; memory that several keep counts once."""
         counted, bytes_by_context = set(run.memory), dict[CallContext, int]()
         for number, node in reversed(nodes):
-            for tensor in raw_saved_by(node):
+            for tensor in raw_tensors_saved_by(node):
                 key, n_bytes = memory_key_and_size(tensor)
                 if key not in counted:
                     counted.add(key)

@@ -20,10 +20,10 @@ from hookline.engine import (
     call_measuring_function,
     clone_locally,
     every_tensor,
+    hidden_tensor_holder,
     local_shards,
     snapshot_detached,
     snapshot_with_graph,
-    tensor_holder,
     unwrap_all_transforms,
 )
 from hookline.engine.pytree import describe, tree
@@ -207,7 +207,7 @@ class Keeper:
         return tensor
 
     def _make_stamp(self, current: Pass, result: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
-        holder = tensor_holder(result)
+        holder = hidden_tensor_holder(result)
         if holder is not None and self._copy:
             raise SiteError(
                 f"copy=True must copy every tensor, got one in a {type(holder).__name__}, which"

@@ -137,7 +137,7 @@ class ReentrantRegion:
     def __init__(self, run: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         self._run = run
         self._inputs = [
-            _origin_of(value) if isinstance(value, Tensor) else None for value in inputs
+            _outer_tensor_of(value) if isinstance(value, Tensor) else None for value in inputs
         ]
         self._detached: tuple[Any, ...] = ()
         self.again: Callable[..., Any] | None = None
@@ -162,7 +162,7 @@ class ReentrantRegion:
                 or output in _stand_ins
             )
             self.made_inside.append(not is_outer)
-            self.passed_on.append(_origin_of(output) if is_outer else None)
+            self.passed_on.append(_outer_tensor_of(output) if is_outer else None)
         return outputs
 
     def recompute(self, *inputs: Any) -> Any:
@@ -177,7 +177,7 @@ class ReentrantRegion:
         finally:
             _recomputing.regions, self._detached = before, ()
 
-    def input_of(self, detached: Tensor) -> OuterTensor | None:
+    def outer_input_of(self, detached: Tensor) -> OuterTensor | None:
         """Return the checkpoint's input that the present run has as this detached tensor."""
         for tensor, origin in zip(self._detached, self._inputs, strict=False):
             if tensor is detached:
@@ -189,7 +189,7 @@ class ReentrantRegion:
 _stand_ins: MutableMapping[Tensor, OuterTensor] = WeakTensorKeyDictionary()
 
 
-def _origin_of(tensor: Tensor) -> OuterTensor | None:
+def _outer_tensor_of(tensor: Tensor) -> OuterTensor | None:
     """Return the tensor in the graph that a tensor is, stands for, or was detached from.
 
     Checkpoints detach their inputs. None for other leaves.
@@ -198,7 +198,7 @@ def _origin_of(tensor: Tensor) -> OuterTensor | None:
         return OuterTensor(weakref.ref(tensor), tensor.grad_fn, tensor.output_nr)
     if tensor in _stand_ins:
         return _stand_ins[tensor]
-    origins = (region.input_of(tensor) for region in _recomputing.regions)
+    origins = (region.outer_input_of(tensor) for region in _recomputing.regions)
     return next((origin for origin in origins if origin is not None), None)
 
 
@@ -216,7 +216,7 @@ def _apply_without_graph(
 
     results = apply(run_and_note, keeps_draws, *args)
     for output, result in zip(outputs, _as_tuple(results), strict=False):
-        origin = _origin_of(output) if isinstance(output, Tensor) else None
+        origin = _outer_tensor_of(output) if isinstance(output, Tensor) else None
         if origin is not None and result is not output:
             _stand_ins[result] = origin
     return results
@@ -226,7 +226,7 @@ def _as_tuple(outputs: Any) -> tuple[Any, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def region_of(node: Any) -> ReentrantRegion | None:
+def reentrant_region_of(node: Any) -> ReentrantRegion | None:
     """Return the region of a reentrant checkpoint's node in the graph; None for other nodes."""
     run = getattr(node, "run_function", None)
     return run if isinstance(run, ReentrantRegion) else None
@@ -238,13 +238,13 @@ def producer_of(tensor: Tensor) -> tuple[Any, int]:
     A tensor that a reentrant checkpoint only passes on is the tensor that the checkpoint was given.
     """
     node, index = tensor.grad_fn, tensor.output_nr
-    region = region_of(node)
+    region = reentrant_region_of(node)
     while region is not None and index < len(region.passed_on):
         origin = region.passed_on[index]
         if origin is None:
             break
         node, index = origin.node, origin.number
-        region = region_of(node)
+        region = reentrant_region_of(node)
     return node, index
 
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 
-class _Noted(threading.local):
+class _StoredFakes(threading.local):
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
 
-_noted = _Noted()
+_noted = _StoredFakes()
 
 
 def store_fake_tensors(tensors: list[Tensor]) -> None:
     """Note what stands in for these tensors; only for code being compiled."""
-    torch._dynamo.comptime.comptime(_note)
+    torch._dynamo.comptime.comptime(_store_fakes)
 
 
 def take_fake_tensors() -> list[Tensor]:
@@ -28,7 +28,7 @@ def take_fake_tensors() -> list[Tensor]:
     return tensors
 
 
-def _note(context: Any) -> None:
+def _store_fakes(context: Any) -> None:
     # torch's name for access to dynamo's variables, which are not public.
     variables = context.get_local("tensors")._i_will_not_complain_if_bc_breaks_VariableTracker()
     values = [item.as_proxy().node.meta["example_value"] for item in variables.realize().items]

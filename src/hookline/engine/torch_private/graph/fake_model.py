@@ -88,7 +88,7 @@ class FakeModel:
         self._memo.clear()  # a memo also holds the objects that were copied
 
     @contextmanager
-    def running(self, inputs: tuple[Any, Any], flags: Flags) -> Iterator[Runnable]:
+    def runnable_copy(self, inputs: tuple[Any, Any], flags: Flags) -> Iterator[Runnable]:
         """Yield fake modules and inputs, with the flags that the model had; run them in the block.
 
         The inputs are arguments and keyword arguments, from `copy_inputs`.
@@ -185,7 +185,7 @@ class _MetaCopies(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if tensor.layout is not torch.strided or tensor.is_nested:
                 raise ModelError(f"a tensor has layout {tensor.layout}")
-            meta_copy = _as_parameter_like(_empty_on(tensor, torch.device("meta")), tensor)
+            meta_copy = _as_parameter_like(_empty_on_device(tensor, torch.device("meta")), tensor)
         self._made.append((meta_copy, tensor.device))
         self._devices[meta_copy.untyped_storage()._cdata] = tensor.device
         return meta_copy
@@ -197,7 +197,7 @@ class _MetaCopies(TorchFunctionMode):
 
     def with_numbers(self) -> AbstractContextManager[Any]:
         """Return a context in which operations on tensors that keep their numbers have numbers."""
-        return _Numbers(self._with_numbers) if self._with_numbers else nullcontext()
+        return _NumbersMode(self._with_numbers) if self._with_numbers else nullcontext()
 
     def is_meta_copy(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is a meta copy, or shares the memory of one."""
@@ -205,19 +205,19 @@ class _MetaCopies(TorchFunctionMode):
 
     def fake_on_original_device(self, meta_copy: Tensor) -> Tensor:
         """Return a fake tensor on the device of the original, by the memory of its copy."""
-        return _empty_on(meta_copy, self._devices[meta_copy.untyped_storage()._cdata])
+        return _empty_on_device(meta_copy, self._devices[meta_copy.untyped_storage()._cdata])
 
     def fakes_by_id(self) -> dict[int, Any]:
         """Return fake tensors on the devices of the originals, by the id of the meta copy."""
         fakes = {
-            id(made): _as_parameter_like(_empty_on(made, device), made)
+            id(made): _as_parameter_like(_empty_on_device(made, device), made)
             for made, device in self._made
         }
         return fakes | {id(tensor): tensor for tensor in self._with_numbers}
 
 
 @final
-class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NumbersMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Run operations with numbers if all their tensors keep numbers, such as sizes of batches."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -335,7 +335,7 @@ def _packed_sequences(value: Any) -> Iterator[PackedSequence]:
             yield from _packed_sequences(part)
 
 
-def _empty_on(tensor: Tensor, device: torch.device) -> Tensor:
+def _empty_on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the same form without numbers; of a DTensor, of the whole."""
     if is_dtensor(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

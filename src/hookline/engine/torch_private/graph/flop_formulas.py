@@ -22,30 +22,30 @@ def extra_formulas() -> dict[Any, Formula]:
     A formula takes the operation's own arguments and, as `out_val`, its result.
     """
     table: dict[Any, Formula] = {
-        _aten._native_multi_head_attention: _multi_head,
-        _aten.mkldnn_rnn_layer: _rnn_layer,
-        _aten.mkldnn_rnn_layer_backward: lambda *args, **_: 2 * _rnn_layer(*args),
-        _aten._trilinear: _trilinear,
-        _aten.convolution_backward: _convolution_backward,
-        _aten._euclidean_dist: _cdist,
+        _aten._native_multi_head_attention: _multi_head_flops,
+        _aten.mkldnn_rnn_layer: _rnn_layer_flops,
+        _aten.mkldnn_rnn_layer_backward: lambda *args, **_: 2 * _rnn_layer_flops(*args),
+        _aten._trilinear: _trilinear_flops,
+        _aten.convolution_backward: _convolution_backward_flops,
+        _aten._euclidean_dist: _cdist_flops,
         _aten.mv: lambda matrix, _, **__: 2 * matrix.numel(),
         _aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
         _aten.addmv_: lambda _, matrix, *__, **___: 2 * matrix.numel(),
-        _aten.bmm: _matmul,
+        _aten.bmm: _matmul_flops,
         _aten.dot: lambda vector, _, **__: 2 * vector.numel(),
         _aten.vdot: lambda vector, _, **__: 2 * vector.numel(),
-        _aten._int_mm: _matmul,
-        _aten._grouped_mm: _matmul,
-        _aten._sparse_addmm: lambda _, *matrices, **__: _matmul(*matrices),
+        _aten._int_mm: _matmul_flops,
+        _aten._grouped_mm: _matmul_flops,
+        _aten._sparse_addmm: lambda _, *matrices, **__: _matmul_flops(*matrices),
     }
     for name in _ADDED_TO:
-        table[getattr(_aten, name)] = lambda _, *matrices, **__: _matmul(*matrices)
+        table[getattr(_aten, name)] = lambda _, *matrices, **__: _matmul_flops(*matrices)
     for name in ("_cudnn_rnn", "miopen_rnn"):
-        table[getattr(_aten, name)] = _rnn
-        table[getattr(_aten, f"{name}_backward")] = _rnn_backward
+        table[getattr(_aten, name)] = _rnn_flops
+        table[getattr(_aten, f"{name}_backward")] = _rnn_backward_flops
     for name in _ATTENTION:
-        table[getattr(_aten, f"_scaled_dot_product_{name}")] = _attention
-        table[getattr(_aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward
+        table[getattr(_aten, f"_scaled_dot_product_{name}")] = _attention_flops
+        table[getattr(_aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward_flops
     every: Any = table.values()
     for formula in every:
         formula._get_raw = True  # torch's mark of a formula that takes tensors
@@ -68,14 +68,14 @@ def sparse_formula(operation: Any, args: Sequence[Any]) -> Formula | None:
     """
     factors = [arg for arg in args if isinstance(arg, Tensor)][-2:]
     n_sparse = sum(map(_is_sparse, factors))
-    return _sparse_product if operation in _PRODUCTS and n_sparse == 1 else None
+    return _sparse_product_flops if operation in _PRODUCTS and n_sparse == 1 else None
 
 
 def _is_sparse(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided and not tensor.is_mkldnn
 
 
-def _sparse_product(*args: Any, **_: Any) -> int:
+def _sparse_product_flops(*args: Any, **_: Any) -> int:
     left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
     sparse, dense, dim = (left, right, -1) if _is_sparse(left) else (right, left, -2)
     is_coo = sparse.layout is torch.sparse_coo
@@ -105,30 +105,30 @@ PLACE_OF_WORKSPACE = 3  # in the result of each of these operations
 _WORKSPACES = (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn)
 
 
-def _rnn(inputs: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
+def _rnn_flops(inputs: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
     """Count all layers and directions; each row of the input meets each weight matrix once."""
     rows = inputs.numel() // max(inputs.shape[-1], 1)
     return 2 * rows * sum(weight.numel() for weight in weights if weight.dim() == _MATRIX)
 
 
-def _rnn_backward(inputs: Tensor, weights: Sequence[Tensor], *rest: Any, **_: Any) -> int:
+def _rnn_backward_flops(inputs: Tensor, weights: Sequence[Tensor], *rest: Any, **_: Any) -> int:
     """Count the gradients of inputs and states, and those of the weights where they are wanted."""
     has_weights = bool(rest[-1][-1])  # the last argument says which gradients are wanted
-    return _rnn(inputs, weights) * (2 if has_weights else 1)
+    return _rnn_flops(inputs, weights) * (2 if has_weights else 1)
 
 
-def _rnn_layer(inputs: Tensor, *weights: Any, **_: Any) -> int:
+def _rnn_layer_flops(inputs: Tensor, *weights: Any, **_: Any) -> int:
     """Count one layer in one direction."""
-    return _rnn(inputs, weights[:2])
+    return _rnn_flops(inputs, weights[:2])
 
 
-def _matmul(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+def _matmul_flops(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
     """Count a product of matrices, of batches of matrices, or of groups of rows or columns."""
     batch = left.shape[0] if left.dim() == right.dim() == _MATRIX + 1 else 1
     return int(2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
-def _convolution_backward(
+def _convolution_backward_flops(
     grad: Tensor, inputs: Tensor, weight: Tensor, *rest: Any, **_: Any
 ) -> int:
     """Count as much for each gradient as for the forward. torch's formula forgets the groups."""
@@ -138,26 +138,28 @@ def _convolution_backward(
     return int(2 * n_places * weight.numel() * sum(wanted[:2]))
 
 
-def _cdist(left: Tensor, right: Tensor, **_: Any) -> int:
+def _cdist_flops(left: Tensor, right: Tensor, **_: Any) -> int:
     """Count the product by which `torch.cdist` computes distances; it adds two columns."""
     rows = math.prod(left.shape[:-1])
     return 2 * rows * right.shape[-2] * (left.shape[-1] + 2)
 
 
-def _multi_head(query: Tensor, key: Tensor, value: Tensor, width: int, *_: Any, **__: Any) -> int:
+def _multi_head_flops(
+    query: Tensor, key: Tensor, value: Tensor, width: int, *_: Any, **__: Any
+) -> int:
     """Count the projections of attention and the attention itself."""
     batch, n_queries, n_keys = query.shape[0], query.shape[1], key.shape[1]
     projections = 2 * batch * width * width * (2 * n_queries + 2 * n_keys)
     return projections + 4 * batch * n_queries * n_keys * width
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Count the products of each head of queries with keys, and with values."""
     pairs = math.prod(query.shape[:-1]) * key.shape[-2]
     return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
 
 
-def _attention_backward(
+def _attention_backward_flops(
     _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
 ) -> int:
     """Count the scores again, and two products for each product of the forward."""
@@ -165,7 +167,7 @@ def _attention_backward(
     return int(2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1]))
 
 
-def _trilinear(*args: Any, **_: Any) -> int:
+def _trilinear_flops(*args: Any, **_: Any) -> int:
     """Count the two products of `nn.Bilinear`, the larger of them first."""
     tensors, expanded, summed = args[:3], args[3:6], args[6]
     sizes: list[int] = []

@@ -99,7 +99,7 @@ def gradient_split_groups(tensor: Tensor) -> tuple[dict[str, Any], str]:
     return groups, unknown
 
 
-def raw_saved_by(node: Any) -> Iterator[Tensor]:
+def raw_tensors_saved_by(node: Any) -> Iterator[Tensor]:
     """Yield the tensors that a node keeps for backward, without unpacking what was packed."""
     for name in _raw_saved_names(node.__class__):
         saved = getattr(node, name)
@@ -169,7 +169,9 @@ def running_node_traceback() -> tuple[int, str, list[str]] | None:
     return node_number(node), node.name(), node.metadata.get("traceback_", [])
 
 
-def nodes_of_loss(roots: Iterable[Any], is_of_run: Callable[[int], bool], most: int) -> list[Any]:
+def nodes_from_loss_to_model(
+    roots: Iterable[Any], is_of_run: Callable[[int], bool], most: int
+) -> list[Any]:
     """Walk over the graph below some nodes, down to the nodes that were made in runs of a model.
 
     Args:
@@ -189,7 +191,7 @@ def nodes_of_loss(roots: Iterable[Any], is_of_run: Callable[[int], bool], most: 
     return sorted(nodes, key=node_number)
 
 
-def saved_by(node: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_saved_by(node: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that a node keeps for backward, with the names of its arguments.
 
     A tensor that was overwritten since is left out.
