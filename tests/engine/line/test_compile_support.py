@@ -449,7 +449,7 @@ def test_a_line_that_ends_as_a_pass_begins_leaves_no_mark(monkeypatch, left_as_f
         meanwhile()
         prepare(tap)
 
-    monkeypatch.setattr(Tap, "prepare", slowly)
+    monkeypatch.setattr(Tap, "prepare_capture", slowly)
     monkeypatch.setattr(module, "may_have_compiled", lambda: True)
     model(torch.ones(1, 2))
     meanwhile.end()
