@@ -104,9 +104,9 @@ class ClipLine(FinalizingLine[RawLine]):
         with self._line.all_or_nothing():
             if is_total:
                 self._tallies.append(Tally("total"))
-                self._clip_total_norm(selection)
+                self._hook_total_norm(selection)
             elif weights:
-                self._clip_parameters(Selection(self._line.module_tree, weights))
+                self._hook_each_parameter(Selection(self._line.module_tree, weights))
             if between:
                 self._line.attach_taps(
                     Selection(self._line.module_tree, between),
@@ -118,7 +118,7 @@ class ClipLine(FinalizingLine[RawLine]):
         self._tallies.append(Tally(str(site)))
         return self._tallies[-1]
 
-    def _clip_parameters(self, selection: Selection) -> None:
+    def _hook_each_parameter(self, selection: Selection) -> None:
         tallies = {id(node.tensor): self._new_tally(site) for site, node in selection.places}  # type: ignore[union-attr]
         limit = self._limit
 
@@ -144,13 +144,13 @@ class ClipLine(FinalizingLine[RawLine]):
             if (
                 has_process_group()
             ):  # DDP writes its reduced gradients into .grad at the end of backward
-                at_end.note_accumulated(parameter)
+                at_end.add_accumulated(parameter)
             else:
                 when_whole.clip_or_queue(parameter)
 
         self._line.accumulated_in_order(selection, on_accumulated, Order.ACCUMULATED_EDIT)
 
-    def _clip_total_norm(self, selection: Selection) -> None:
+    def _hook_total_norm(self, selection: Selection) -> None:
         parameters = [node.tensor for _, node in selection.places]  # type: ignore[union-attr]
         limit, tally = self._limit, self._tallies[0]
 
@@ -159,7 +159,7 @@ class ClipLine(FinalizingLine[RawLine]):
             tally.add(clip_norm(holders, limit.bound, limit.norm_type), limit.bound)
 
         at_end = ClipAfterBackward(clip_all)
-        self._line.accumulated_in_order(selection, at_end.note_accumulated, Order.ACCUMULATED_EDIT)
+        self._line.accumulated_in_order(selection, at_end.add_accumulated, Order.ACCUMULATED_EDIT)
 
 
 @final
@@ -175,9 +175,9 @@ class _ClipGradient(GradientCallback):
         self._limit = limit
         self.inside = limit.clip_in_graph
         self.before_inside = self._measure_and_count
-        self.awaits = self._note_process_groups if limit.is_split else None
+        self.awaits = self._keep_process_groups if limit.is_split else None
 
-    def _note_process_groups(
+    def _keep_process_groups(
         self, current: Pass, pending: PendingGradient, slot: int, tensor: Tensor
     ) -> None:
         if is_dtensor(tensor):  # torch computes the norm over all ranks itself
@@ -207,8 +207,8 @@ class _ClipGradient(GradientCallback):
         return self._limit.clip(grad, self._measure_and_count(grad, groups))
 
     def _measure_and_count(self, grad: Tensor, groups: Sequence[Any] = ()) -> Tensor:
-        size = self._limit.size(local_part(grad) if groups else grad)
-        size = self._limit.size_over_ranks(size, groups)
+        size = self._limit.norm_or_largest(local_part(grad) if groups else grad)
+        size = self._limit.norm_over_ranks(size, groups)
         self._tally.add(size, self._limit.bound)
         return size
 

@@ -39,7 +39,7 @@ class Limit:
         # For compiled code, which would be recompiled for each Python number.
         self._tensor = torch.tensor(bound, dtype=torch.float64, device="cpu")
 
-    def size(self, grad: Tensor) -> Tensor:
+    def norm_or_largest(self, grad: Tensor) -> Tensor:
         """Compute the number to compare with the bound: the largest element, or the norm.
 
         The norm is in float32, or in float64 for a float64 gradient.
@@ -55,7 +55,7 @@ class Limit:
         norm: Tensor = torch.linalg.vector_norm(wide, self.norm_type)
         return gather_full(norm)
 
-    def size_over_ranks(self, size: Tensor, groups: Iterable[Any]) -> Tensor:
+    def norm_over_ranks(self, size: Tensor, groups: Iterable[Any]) -> Tensor:
         """Compute the size of a gradient from the size of this rank's part: a collective."""
         if self.kind == "value":
             return size
@@ -68,23 +68,23 @@ class Limit:
         """Clip a gradient, given its size."""
         if self.kind == "value":
             return grad.clamp(-self.bound, self.bound)
-        return _scaled_to_norm(grad, self.bound, size)
+        return _scale_to_norm(grad, self.bound, size)
 
     def clip_in_graph(self, grad: Tensor) -> Tensor:
         """Clip a gradient in compiled code."""
         if self.is_split:
-            refuse_compiled_split()
+            refuse_compilation_of_split_norm()
         if self.kind == "value" and grad.is_nested:  # torch clamps these by numbers only
             return self.clip(grad, grad)
         if self.kind == "value":
             bound = self._tensor.to(grad.device, grad.dtype)
             return grad.clamp(-bound, bound)
-        norm = self.size(grad)
-        return _scaled_to_norm(grad, self._tensor.to(norm.device, norm.dtype), norm)
+        norm = self.norm_or_largest(grad)
+        return _scale_to_norm(grad, self._tensor.to(norm.device, norm.dtype), norm)
 
 
 @run_at_trace_time
-def refuse_compiled_split() -> None:
+def refuse_compilation_of_split_norm() -> None:
     """Refuse the compilation of code that clips by a norm over ranks.
 
     Raises:
@@ -104,7 +104,7 @@ def largest_element(grad: Any) -> Tensor:
     return size
 
 
-def _scaled_to_norm(grad: Tensor, bound: float | Tensor, norm: Tensor) -> Tensor:
+def _scale_to_norm(grad: Tensor, bound: float | Tensor, norm: Tensor) -> Tensor:
     factor = (bound / (norm + EPSILON)).clamp(max=1.0)
     if grad.dtype.itemsize < 4:  # in 16 bits, a small factor would become 0
         return (grad.float() * factor).to(grad.dtype)

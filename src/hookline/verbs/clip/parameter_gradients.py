@@ -32,7 +32,7 @@ from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.verbs.clip.limit import EPSILON
 
 
-class _Accumulated(dict[int, Tensor]):
+class _AccumulatedParameters(dict[int, Tensor]):
     """The parameters whose gradients were accumulated in a run of autograd, by their id.
 
     Attributes:
@@ -50,7 +50,7 @@ class _Accumulated(dict[int, Tensor]):
         self[id(parameter)] = parameter
         self.versions[id(parameter)] = parameter._version
 
-    def refuse_used(self) -> None:
+    def refuse_used_before_clip(self) -> None:
         """Refuse gradients that an optimizer has used before they are clipped.
 
         Raises:
@@ -81,25 +81,27 @@ class ClipAfterBackward:
         self._act = act
         # By the run of autograd, since several threads may run backward at once. The callback at
         # the end of a run holds its parameters. torch drops the callback of a run that raised.
-        self._by_run: weakref.WeakValueDictionary[int, _Accumulated] = weakref.WeakValueDictionary()
+        self._by_run: weakref.WeakValueDictionary[int, _AccumulatedParameters] = (
+            weakref.WeakValueDictionary()
+        )
         self._lock = fork_safe_lock()
 
-    def note_accumulated(self, parameter: Tensor) -> None:
+    def add_accumulated(self, parameter: Tensor) -> None:
         """Note a parameter whose gradient has been accumulated."""
         run = outer_backward_number()
         with self._lock:  # autograd has a thread for each device
             parameters = self._by_run.get(run)
             if parameters is None:
-                parameters = self._by_run[run] = _Accumulated()
+                parameters = self._by_run[run] = _AccumulatedParameters()
                 at_end_of_backward(partial(self._queue_behind_others, run, parameters))
             parameters.add(parameter)
 
-    def _queue_behind_others(self, run: int, parameters: _Accumulated) -> None:
-        at_end_of_backward(partial(self._clip_noted, run, parameters))
+    def _queue_behind_others(self, run: int, parameters: _AccumulatedParameters) -> None:
+        at_end_of_backward(partial(self._clip_accumulated, run, parameters))
 
-    def _clip_noted(self, run: int, parameters: _Accumulated) -> None:
+    def _clip_accumulated(self, run: int, parameters: _AccumulatedParameters) -> None:
         self._by_run.pop(run, None)
-        parameters.refuse_used()
+        parameters.refuse_used_before_clip()
         self._act(parameters)
 
 
@@ -133,12 +135,12 @@ class ClipOnAccumulate:
                 " part was clipped before the sum was.\nCheckpoint with use_reentrant=False."
             )
         self._queued[key] = run
-        parameters = _Accumulated()
+        parameters = _AccumulatedParameters()
         parameters.add(parameter)
         at_end_of_backward(partial(self._clip_queued, parameters))
 
-    def _clip_queued(self, parameters: _Accumulated) -> None:
-        parameters.refuse_used()
+    def _clip_queued(self, parameters: _AccumulatedParameters) -> None:
+        parameters.refuse_used_before_clip()
         for parameter in parameters.values():
             self._act(parameter)
 
