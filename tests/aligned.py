@@ -10,7 +10,7 @@ import hookline as hl
 from hookline.engine.pytree import tree
 from hookline.models.torchvision_import import import_torchvision
 from hookline.verbs.compare.locate_tokens import locate_tokens
-from hookline.verbs.compare.token_alignment import align
+from hookline.verbs.compare.token_alignment import align_tokens
 from hookline.verbs.shared.token_inputs import CACHES
 
 import_torchvision()  # transformers imports it, and cannot where its operators are missing
@@ -91,7 +91,7 @@ def apart(run_a, run_b, **given):
 
     Naive rows are those of the first dimensions, up to the shorter.
     """
-    alignment = align(locate_tokens(run_a, **given), locate_tokens(run_b, **given))
+    alignment = align_tokens(locate_tokens(run_a, **given), locate_tokens(run_b, **given))
     assert not isinstance(alignment, str), alignment
     sites_a, sites_b = tensors(run_a), tensors(run_b)
     common = [site for site in sites_a if site in sites_b]
@@ -101,7 +101,7 @@ def apart(run_a, run_b, **given):
         )
     distances, refused = {}, {}
     for site in common:
-        pair = alignment.pair(sites_a[site], sites_b[site])
+        pair = alignment.pair_common_tokens(sites_a[site], sites_b[site])
         if isinstance(pair, str):
             refused[site[0]] = pair
         else:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.verbs.compare.join_ranks import Unjoined, check_dims_match
+from hookline.verbs.compare.join_ranks import UnjoinedValue, check_dims_match
 
 X = torch.zeros
 
@@ -15,7 +15,7 @@ MORE = "with the dimension that they split or how to reduce them"
 
 
 def unjoined(*parts, problem=""):
-    return Unjoined("x", dict(enumerate(parts)), problem)
+    return UnjoinedValue("x", dict(enumerate(parts)), problem)
 
 
 @pytest.mark.parametrize(

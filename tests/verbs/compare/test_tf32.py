@@ -65,7 +65,7 @@ def test_without_tf32_the_floor_is_that_of_float32(monkeypatch):
     coarse = run_of(net())
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     off = [run_of(net()), run_of(net(nn.Conv2d))]
-    assert tf32.flags_of(read_side(off[0], "a")) == []
+    assert tf32.tf32_flags_of(read_side(off[0], "a")) == []
     assert hl.compare(*off).findings == []
     assert hl.compare(coarse, off[1]).first is None  # one of the two is enough
 
@@ -90,14 +90,14 @@ def test_invariance_blames_no_model_for_tf32():
 @pytest.mark.usefixtures("gpu")
 def test_products_are_in_tf32_only_if_asked_for(monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4))
-    assert tf32.flags_of(read_side(run_of(model, torch.ones(2, 4)), "a")) == []
+    assert tf32.tf32_flags_of(read_side(run_of(model, torch.ones(2, 4)), "a")) == []
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         side = read_side(run_of(model, torch.ones(2, 4)), "a")
     finally:
         torch.set_float32_matmul_precision(before)
-    assert tf32.flags_of(side) == ["torch.backends.cuda.matmul.allow_tf32"]
+    assert tf32.tf32_flags_of(side) == ["torch.backends.cuda.matmul.allow_tf32"]
 
 
 def test_the_gpu_of_a_folder_is_known_by_its_name(tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_the_gpu_of_a_folder_is_known_by_its_name(tmp_path, monkeypatch):
     for device in ("cuda:0 (NVIDIA H100)", "cpu"):
         monkeypatch.setattr(model_fingerprint, "device_of", lambda model, device=device: device)
         opened.append(hl.open(run_of(model).save(tmp_path / device[:3])))
-    assert [tf32.flags_of(read_side(run, "a")) for run in opened] == [[FLAG], []]
+    assert [tf32.tf32_flags_of(read_side(run, "a")) for run in opened] == [[FLAG], []]
 
 
 def test_a_gpu_is_told_by_its_capability(monkeypatch):

@@ -8,8 +8,8 @@ from torch import nn
 
 import hookline as hl
 from aligned import apart, chunked, ids, model, naive, recorded
-from hookline.verbs.compare.locate_tokens import ROWS, Tokens, locate_tokens
-from hookline.verbs.compare.token_alignment import align
+from hookline.verbs.compare.locate_tokens import ROWS, LocatedTokens, locate_tokens
+from hookline.verbs.compare.token_alignment import align_tokens
 from hookline.verbs.compare.token_layouts import HEADS, ROW, Reading
 
 # Dropouts of attention, and the head of some models, are not reached.
@@ -185,9 +185,9 @@ def test_values_that_cannot_be_aligned_are_said(shape, why):
     a = recorded(Odd(*shape), {"input_ids": rows})
     b = recorded(Odd(*shape), {"input_ids": rows[[1, 0, 2, 3]]})
     a.passes[0]["(root)"][0] += 1
-    alignment = align(locate_tokens(a), locate_tokens(b))
+    alignment = align_tokens(locate_tokens(a), locate_tokens(b))
     value = torch.arange(torch.Size(shape).numel()).view(shape)
-    pair = alignment.pair({0: value}, {0: value})
+    pair = alignment.pair_common_tokens({0: value}, {0: value})
     assert isinstance(pair, str)
     assert pair.startswith(why)
 
@@ -195,11 +195,11 @@ def test_values_that_cannot_be_aligned_are_said(shape, why):
 def test_tokens_alone_are_those_of_the_pair_taken_last():
     rows = ids(2, 5)
     a = locate_tokens(recorded(Odd(1), {"input_ids": rows[:1]}, {"input_ids": rows[1:]}))
-    alignment = align(a, locate_tokens(recorded(Odd(1), {"input_ids": rows})))
+    alignment = align_tokens(a, locate_tokens(recorded(Odd(1), {"input_ids": rows})))
     value, setting = torch.randn(2, 5, 3), torch.tensor(7)
-    alignment.pair({0: value[:1]}, {0: value})
+    alignment.pair_common_tokens({0: value[:1]}, {0: value})
     assert alignment.n_alone == 5
-    alignment.pair({0: setting, 1: setting}, {0: setting})
+    alignment.pair_common_tokens({0: setting, 1: setting}, {0: setting})
     assert alignment.n_alone == 0
 
 
@@ -207,33 +207,33 @@ def test_sites_that_leave_no_doubt_decide_at_the_others():
     rows = torch.arange(16).view(4, 4) % 7
     a = locate_tokens(recorded(Odd(1), {"input_ids": rows}))
     b = locate_tokens(recorded(Odd(1), {"input_ids": rows[[1, 0, 2, 3]]}))
-    alignment = align(a, b)
+    alignment = align_tokens(a, b)
     value = torch.randn(4, 4, 4)
-    assert isinstance(alignment.pair({0: value}, {0: value[[1, 0, 2, 3]]}), str)
+    assert isinstance(alignment.pair_common_tokens({0: value}, {0: value[[1, 0, 2, 3]]}), str)
     alignment.observe_shapes({0: (16, 3)}, {0: (16, 3)})  # of two dimensions: says nothing of three
-    assert isinstance(alignment.pair({0: value}, {0: value[[1, 0, 2, 3]]}), str)
+    assert isinstance(alignment.pair_common_tokens({0: value}, {0: value[[1, 0, 2, 3]]}), str)
 
 
 def test_other_inputs_are_not_aligned_and_unknown_go_by_order():
     a = recorded(Odd(1), {"input_ids": ids(2, 4, seed=1)})
     b = recorded(Odd(1), {"input_ids": ids(2, 4, seed=2)})
-    why = align(locate_tokens(a), locate_tokens(b))
+    why = align_tokens(locate_tokens(a), locate_tokens(b))
     assert why.startswith("the inputs differ: no sequence is in both (a begins with ")
-    why = align(locate_tokens(a), Tokens(contents=[{ROWS: ["a digest"]}]))
+    why = align_tokens(locate_tokens(a), LocatedTokens(contents=[{ROWS: ["a digest"]}]))
     assert why.startswith("ids of tokens are known of one side alone: give tokens=(")
     meta = locate_tokens(a, {"input_ids": torch.zeros(2, 4, dtype=torch.long, device="meta")})
-    alignment = align(meta, locate_tokens(b))
+    alignment = align_tokens(meta, locate_tokens(b))
     assert "matched in their order" in alignment.notes[0]
     value = torch.randn(2, 4, 3)
-    assert torch.equal(alignment.pair({0: value}, {0: value})[0], value.view(8, 3))
+    assert torch.equal(alignment.pair_common_tokens({0: value}, {0: value})[0], value.view(8, 3))
 
 
 def test_values_of_the_same_places_need_no_dimension_of_tokens():
     run = recorded(Odd(1), {"input_ids": ids(2, 4)})
-    alignment = align(locate_tokens(run), locate_tokens(run))
+    alignment = align_tokens(locate_tokens(run), locate_tokens(run))
     assert alignment.is_same
     loss = torch.tensor(2.0)
-    assert alignment.pair({0: loss}, {0: loss})[0].tolist() == [2.0]
+    assert alignment.pair_common_tokens({0: loss}, {0: loss})[0].tolist() == [2.0]
 
 
 def test_a_reading_names_its_stream_but_for_rows():

@@ -14,7 +14,7 @@ from hookline.verbs.compare.pair_by_name import Names, pair_entries
 from hookline.verbs.compare.read_sides import read_both_sides
 from hookline.verbs.compare.setup_findings import (
     find_coarse_floors,
-    find_form_differences,
+    find_dtype_and_shape_differences,
     find_input_differences,
     find_model_differences,
     find_setting_differences,
@@ -115,7 +115,8 @@ def compare_with_unpaired(
     side_a, side_b = read_both_sides(a, b, dims, names)
     if not any({side_a.noun, side_b.noun} <= kinds for kinds in _TOGETHER):
         raise InputError(
-            f"a and b must be the same kind of thing, got {_a(side_a.noun)} and {_a(side_b.noun)}."
+            f"a and b must be the same kind of thing, got {_with_article(side_a.noun)} and"
+            f" {_with_article(side_b.noun)}."
             "\nGive two recordings, two stores, two curves or two dicts of arrays."
         )
     check_dims_match(dims, [*side_a.rank_sites, *side_b.rank_sites])
@@ -123,14 +124,14 @@ def compare_with_unpaired(
     (side_a, side_b), alignment, why = align_sides(side_a, side_b, tokens, dims)
     pairing = pair_entries(side_a, side_b, names)
     judge = Judge(floor, pairing, alignment)
-    rows = judge.rows(side_a, side_b)
+    rows = judge.judge_pairs(side_a, side_b)
     if not rows:
         raise InputError(
             "a and b must have numbers in common, got"
             f" {pairing.pairs[0][0].key} without a tensor in both.\nRecord sites with tensors."
         )
     inputs = [row for row in rows if judge.entry_of[row.site].is_input]
-    suspect, first = judge.suspect(rows)
+    suspect, first = judge.find_suspect(rows)
     does_differ = any(row.verdict == "differs" for row in rows)
     about_tokens = find_token_remarks(alignment, why, judge.partial, does_differ=does_differ)
     if any(remark.kind == "inputs" for remark in about_tokens):
@@ -146,11 +147,11 @@ def compare_with_unpaired(
         *find_model_differences(side_a, side_b, does_differ=does_differ),
         *rest,
         *find_unpaired(pairing, judge.alone),
-        *find_form_differences(rows),
+        *find_dtype_and_shape_differences(rows),
         *(first if does_differ else find_coarse_floors(eps, rows, judge.tf32_flags)),
     ]
     return Comparison(rows, findings, suspect), judge.alone
 
 
-def _a(noun: str) -> str:
+def _with_article(noun: str) -> str:
     return f"{'a ' * (not noun.endswith('s'))}{noun}"

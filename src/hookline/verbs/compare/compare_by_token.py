@@ -20,7 +20,7 @@ from hookline.statistics.difference import difference
 from hookline.verbs.compare.join_ranks import Dims
 from hookline.verbs.compare.locate_tokens import locate_tokens
 from hookline.verbs.compare.measure import (
-    Measured,
+    MeasuredPair,
     arrays_in,
     holds_number,
     measure_pair,
@@ -28,14 +28,14 @@ from hookline.verbs.compare.measure import (
     measure_values,
     pair_leaves,
 )
-from hookline.verbs.compare.rank_groups import Group, group_ranks
+from hookline.verbs.compare.rank_groups import RankGroup, group_ranks
 from hookline.verbs.compare.read_sides import Entry, Side, check_passes_of_ranks, groups_as_passes
 from hookline.verbs.compare.token_alignment import (
     Alignment,
     ByPass,
     Layout,
-    agree_on,
-    align,
+    align_tokens,
+    have_equal_tensors,
     shapes_of,
 )
 from hookline.verbs.shared.token_inputs import CACHES
@@ -49,13 +49,13 @@ _PLACES = re.compile(
 
 
 @final
-class Passes(NamedTuple):
+class ValuesByPass(NamedTuple):
     """The values of a site in each pass, by the number of the pass."""
 
     values: Mapping[int, Any]
 
 
-class Aligned(NamedTuple):
+class AlignedSides(NamedTuple):
     """Two sides, with one entry a site for all passes where their tokens are aligned."""
 
     sides: tuple[Side, Side]  # the sides
@@ -64,7 +64,7 @@ class Aligned(NamedTuple):
     why: str = ""  # the reason why there is no alignment; empty if none is needed
 
 
-def align_sides(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned:
+def align_sides(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> AlignedSides:
     """Align two recordings by their tokens.
 
     Args:
@@ -83,7 +83,7 @@ def align_sides(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Alig
                 f"tokens must be left out for {a.noun} and {b.noun}: they tell which tokens"
                 " recordings hold.\nLeave tokens out."
             )
-        return Aligned((a, b))
+        return AlignedSides((a, b))
     by_token = _try_align((a, b), given, dims)
     if by_token.alignment is not None:
         return by_token
@@ -95,11 +95,11 @@ def align_sides(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Alig
     check_passes_of_ranks(a, "a")
     check_passes_of_ranks(b, "b")
     if not by_token.why or "were not recorded" in by_token.why:  # which the findings say anyway
-        return Aligned((a, b))
-    return Aligned((a, b), why=f"rows and tokens are not aligned: {by_token.why}")
+        return AlignedSides((a, b))
+    return AlignedSides((a, b), why=f"rows and tokens are not aligned: {by_token.why}")
 
 
-def _try_align(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None) -> Aligned:
+def _try_align(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None) -> AlignedSides:
     """Align two recordings by their tokens, which are read from the inputs, or are given."""
     groups = [_rank_groups(side) for side in sides]
     tokens = [
@@ -109,16 +109,18 @@ def _try_align(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | No
     ]
     ours, theirs = tokens
     if isinstance(ours, str) or isinstance(theirs, str):
-        return Aligned(sides, why=next(why for why in tokens if isinstance(why, str)))
+        return AlignedSides(sides, why=next(why for why in tokens if isinstance(why, str)))
     has_groups = any(len(of_side) > 1 for of_side in groups)
-    alignment = align(ours, theirs, with_copies=has_groups)
+    alignment = align_tokens(ours, theirs, with_copies=has_groups)
     n_matched = 0 if isinstance(alignment, str) else alignment.n_sequences
-    if n_matched < len(ours.contents) and agree_on(ours.grids, theirs.grids, "owner", "row_owner"):
-        return Aligned(sides)  # one layout: the inputs differ, which the findings say
+    if n_matched < len(ours.contents) and have_equal_tensors(
+        ours.grids, theirs.grids, "owner", "row_owner"
+    ):
+        return AlignedSides(sides)  # one layout: the inputs differ, which the findings say
     if isinstance(alignment, str):
-        return Aligned(sides, why=alignment)
+        return AlignedSides(sides, why=alignment)
     if alignment.is_same and not alignment.is_padded and not has_groups:
-        return Aligned(sides)
+        return AlignedSides(sides)
     if has_groups:
         for other, layout, of_side in zip("ba", alignment.places, groups, strict=True):
             alignment.notes += _unmatched_ranks_note(other, layout, of_side)
@@ -126,10 +128,10 @@ def _try_align(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | No
         _join_passes(groups_as_passes(side, of_side, dims), list(of_tokens.grids))
         for side, of_side, of_tokens in zip(sides, groups, (ours, theirs), strict=True)
     )
-    return Aligned((a, b), alignment)
+    return AlignedSides((a, b), alignment)
 
 
-def _unmatched_ranks_note(other: str, layout: Layout, groups: Sequence[Group]) -> list[str]:
+def _unmatched_ranks_note(other: str, layout: Layout, groups: Sequence[RankGroup]) -> list[str]:
     """Say of which ranks no row is on the other side, so that no value of theirs is compared."""
     numbers = [group.numbers for group in groups for _ in group.passes]
     matched = {
@@ -142,7 +144,7 @@ def _unmatched_ranks_note(other: str, layout: Layout, groups: Sequence[Group]) -
     return [f"{text}: what is there is not compared"] if len(groups) > 1 and ranks else []
 
 
-def _rank_groups(side: Side) -> list[Group]:
+def _rank_groups(side: Side) -> list[RankGroup]:
     """Return the groups of ranks with the same rows; none for a side of one process."""
     source = side.source
     return group_ranks(source) if isinstance(source, Recording) and source.ranks else []
@@ -183,16 +185,18 @@ def _join_passes(side: Side, passes: Sequence[int]) -> Side:
         replace(
             next(iter(group.values())),
             rest=rest,
-            read=partial(_read_all, {number: entry.read for number, entry in group.items()}),
-            outline=partial(_read_all, {number: entry.outline for number, entry in group.items()}),
+            read=partial(_read_passes, {number: entry.read for number, entry in group.items()}),
+            outline=partial(
+                _read_passes, {number: entry.outline for number, entry in group.items()}
+            ),
         )
         for (_, rest), group in groups.items()
     ]
     return replace(side, entries=entries + kept)
 
 
-def _read_all(reads: Mapping[int, Any]) -> Passes:
-    return Passes({number: read() for number, read in reads.items()})
+def _read_passes(reads: Mapping[int, Any]) -> ValuesByPass:
+    return ValuesByPass({number: read() for number, read in reads.items()})
 
 
 def observe_shapes(alignment: Alignment, pairs: Sequence[tuple[Entry, Entry]]) -> None:
@@ -206,7 +210,9 @@ def observe_shapes(alignment: Alignment, pairs: Sequence[tuple[Entry, Entry]]) -
                 alignment.observe_shapes(shapes_of(a[leaf]), shapes_of(b[leaf_b]))
 
 
-def measure_by_token(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measured]:
+def measure_by_token(
+    alignment: Alignment, a: ValuesByPass, b: ValuesByPass
+) -> Iterator[MeasuredPair]:
     """Yield what is found of each pair of tensors at the common tokens."""
     ours, theirs = _tensors_by_leaf(a), _tensors_by_leaf(b)
     for leaf, leaf_b in _pair_leaves(ours, theirs).items():
@@ -214,13 +220,15 @@ def measure_by_token(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Mea
     yield from measure_unpaired(dict.fromkeys(ours, "there"), dict.fromkeys(theirs, "there"))
 
 
-def measure_inputs(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measured]:
+def measure_inputs(
+    alignment: Alignment, a: ValuesByPass, b: ValuesByPass
+) -> Iterator[MeasuredPair]:
     """Yield what is found of the inputs: the matched tokens, and those that are no tokens."""
     n_tokens = sum(len(span.sequence) for span in alignment.spans.values())
     n_matched = n_tokens or alignment.n_sequences
     form = f"{n_matched} {'tokens' if n_tokens else 'rows'}"
     nothing = torch.zeros(1, dtype=torch.long, device="cpu")
-    yield Measured((), (form, form), (torch.long, torch.long), difference(nothing, nothing))
+    yield MeasuredPair((), (form, form), (torch.long, torch.long), difference(nothing, nothing))
     ours, theirs = _tensors_by_leaf(a), _tensors_by_leaf(b)
     for leaf, leaf_b in _pair_leaves(ours, theirs).items():
         has_rows = all(tensor.dim() for tensor in ours[leaf].values())
@@ -228,7 +236,7 @@ def measure_inputs(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measu
             yield _measure_common_tokens(alignment, leaf, ours[leaf], theirs[leaf_b])
 
 
-def measure_parameters(alignment: Alignment, a: Any, b: Any) -> Iterator[Measured]:
+def measure_parameters(alignment: Alignment, a: Any, b: Any) -> Iterator[MeasuredPair]:
     """Yield what is found of the gradients of a parameter, which come from all tokens."""
     for pair in measure_values(a, b):
         if not alignment.covers_all and pair.gap is not None and pair.gap.differs:
@@ -237,11 +245,11 @@ def measure_parameters(alignment: Alignment, a: Any, b: Any) -> Iterator[Measure
             yield pair
 
 
-def _measure_common_tokens(alignment: Alignment, leaf: Leaf, a: ByPass, b: ByPass) -> Measured:
+def _measure_common_tokens(alignment: Alignment, leaf: Leaf, a: ByPass, b: ByPass) -> MeasuredPair:
     first, second = next(iter(a.values())), next(iter(b.values()))
     n_alone = 0
     if not _are_nested(a, b):
-        pair = alignment.pair(a, b, is_cache=bool(leaf) and leaf[0] in CACHES)
+        pair = alignment.pair_common_tokens(a, b, is_cache=bool(leaf) and leaf[0] in CACHES)
         n_alone = alignment.n_alone
     elif alignment.is_same and len(a) == len(b) == 1:
         pair = first, second
@@ -249,7 +257,7 @@ def _measure_common_tokens(alignment: Alignment, leaf: Leaf, a: ByPass, b: ByPas
         pair = "no dimensions of rows and tokens in nested tensors"
     if isinstance(pair, str):
         forms = describe.shape(first), describe.shape(second)
-        return Measured(leaf, forms, (first.dtype, second.dtype), why=pair)
+        return MeasuredPair(leaf, forms, (first.dtype, second.dtype), why=pair)
     return measure_pair(leaf, *pair)._replace(n_alone=n_alone)
 
 
@@ -265,7 +273,7 @@ def _pair_leaves(ours: Mapping[Leaf, ByPass], theirs: Mapping[Leaf, ByPass]) -> 
     ))  # fmt: skip
 
 
-def _tensors_by_leaf(passes: Passes) -> dict[Leaf, dict[int, Tensor]]:
+def _tensors_by_leaf(passes: ValuesByPass) -> dict[Leaf, dict[int, Tensor]]:
     """Return the tensors of the values of all passes by leaf; plain numbers are left out."""
     leaves: dict[Leaf, dict[int, Tensor]] = {}
     for number, value in passes.values.items():

@@ -15,7 +15,7 @@ from hookline.errors import AmbiguousError, HooklineError, InputError, check_one
 from hookline.recordings import Recording
 from hookline.recordings.firing_order import RecordedValue
 from hookline.recordings.gather_and_reduce import OPS
-from hookline.verbs.compare.rank_groups import Group, are_equal, passes_with_values
+from hookline.verbs.compare.rank_groups import RankGroup, are_equal_values, passes_with_values
 
 # A dimension along which plain tensors are concatenated, or how they are reduced.
 Dim = int | str
@@ -24,7 +24,7 @@ Dims = Dim | Mapping[str, Dim]
 
 @final
 @dataclass(frozen=True)
-class Unjoined:
+class UnjoinedValue:
     """Values of several ranks that cannot be joined."""
 
     site: str  # the site, as in `dims`
@@ -50,19 +50,21 @@ class Unjoined:
         if self.problem:
             return f"{text}: {self.problem}"
         if reduction is not None:
-            advice = f"give {self._dims(reduction)}"
+            advice = f"give {self._dims_text(reduction)}"
             if may_be_copies:
                 advice += " if they are summands; of copies, some are wrong"
             return f"{text}, and their {reduction} is that of the other side: {advice}"
-        advice = f"give {self._dims('…')}, with the dimension that they split or how to reduce them"
+        advice = (
+            f"give {self._dims_text('…')}, with the dimension that they split or how to reduce them"
+        )
         if len(shapes) < len(self.parts) or not isinstance(other, Tensor):
             return f"{text}: {advice}"
         text += f" {' and '.join(dict.fromkeys(str(list(shape)) for shape in shapes))}"
         text += f", of {list(other.shape)}"
         dim = _split_dim(shapes, tuple(other.shape))
-        return f"{text}: {advice if dim is None else 'give ' + self._dims(dim)}"
+        return f"{text}: {advice if dim is None else 'give ' + self._dims_text(dim)}"
 
-    def _dims(self, dim: Dim) -> str:
+    def _dims_text(self, dim: Dim) -> str:
         return f"dims={{{self.site!r}: {dim if dim == '…' else repr(dim)}}}"
 
 
@@ -122,7 +124,7 @@ def check_dims_match(dims: Dims | None, sites: Sequence[tuple[str, str]]) -> Non
             )
 
 
-def read_whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
+def read_whole(group: RankGroup, value: RecordedValue, key: str, dim: Dim | None) -> Any:
     """Read a value of several ranks as that of one process.
 
     DTensors are joined by their placements. Plain tensors are joined as `dim` says; if it says
@@ -141,23 +143,23 @@ def read_whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) ->
     try:
         parts = {number: rank[key] for number, rank in having.items()}
     except AmbiguousError:
-        return Unjoined(site, dict.fromkeys(having), _passes_problem(having))
+        return UnjoinedValue(site, dict.fromkeys(having), _passes_problem(having))
     is_sharded = any(rank.holds_shard(key) for rank in having.values())
     if len(parts) == 1 and not is_sharded:
         return next(iter(parts.values()))
     try:
         if dim is not None and not is_sharded:
             if not _has_no_replicas(parts, dim):
-                return Unjoined(site, parts, _REPLICAS)
+                return UnjoinedValue(site, parts, _REPLICAS)
             return source.reduced(key, dim) if isinstance(dim, str) else source.full(key, dim)
         copies = source.values_by_replica(key, dim)
     except (HooklineError, ValueError, RuntimeError) as error:
-        return Unjoined(site, parts, first_line(error))
+        return UnjoinedValue(site, parts, first_line(error))
     first, *others = copies.values()
-    if all(are_equal(first, other) for other in others):
+    if all(are_equal_values(first, other) for other in others):
         return first
     parts = {group.numbers[rank]: copy for rank, copy in copies.items()}
-    return Unjoined(site, parts, _stages_problem(having))
+    return UnjoinedValue(site, parts, _stages_problem(having))
 
 
 _REPLICAS = (
@@ -169,10 +171,11 @@ _REPLICAS = (
 def _has_no_replicas(parts: Mapping[int, Any], dim: Dim) -> bool:
     """Tell whether joining plain values counts none twice: replicas come again in their order."""
     values, n = list(parts.values()), len(parts)
-    if dim in ("mean", "max", "min") or are_equal(values[0], values[1]):
+    if dim in ("mean", "max", "min") or are_equal_values(values[0], values[1]):
         return True
     return not any(
-        n % size == 0 and all(are_equal(values[k], values[k + size]) for k in range(n - size))
+        n % size == 0
+        and all(are_equal_values(values[k], values[k + size]) for k in range(n - size))
         for size in range(2, n // 2 + 1)
     )
 

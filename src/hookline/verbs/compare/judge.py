@@ -30,14 +30,14 @@ from hookline.verbs.compare.comparison import (
     number_text,
     ratio_text,
 )
-from hookline.verbs.compare.measure import Measured, arrays_in, measure_values
+from hookline.verbs.compare.measure import MeasuredPair, arrays_in, measure_values
 from hookline.verbs.compare.noise_floor import Floor, eps_of, estimate_floor, measured_floor
 from hookline.verbs.compare.pair_by_name import Pairing
 from hookline.verbs.compare.prefetch import Values, prefetch_pairs
 from hookline.verbs.compare.read_sides import Entry, Side
-from hookline.verbs.compare.tf32 import IN_TF32, flags_of
+from hookline.verbs.compare.tf32 import IN_TF32, tf32_flags_of
 from hookline.verbs.compare.token_alignment import Alignment
-from hookline.verbs.compare.unjoined_ranks import compare_by_rank, split_pair
+from hookline.verbs.compare.unjoined_ranks import compare_by_rank, find_unjoined_pair
 
 
 @final
@@ -71,14 +71,14 @@ class Judge:
         self.flipped: list[ComparedSite] = []
         self._has_elements = False
 
-    def rows(self, a: Side, b: Side) -> list[ComparedSite]:
+    def judge_pairs(self, a: Side, b: Side) -> list[ComparedSite]:
         """Return the rows of all pairs, and close files from time to time.
 
         Where no pair has an element, as of an empty batch, nothing is comparable.
         """
         if self._alignment is not None:
             observe_shapes(self._alignment, self._pairs)
-        self._flags = flags_of(a), flags_of(b)
+        self._flags = tf32_flags_of(a), tf32_flags_of(b)
         rows: list[ComparedSite] = []
         for (ours, theirs), values in prefetch_pairs(self._pairs, a, b):
             of_pair = self._judge_pair(ours, theirs, values)
@@ -102,8 +102,8 @@ class Judge:
             return [incomparable(why="overwritten in place after recording; record with copy=True")]
         pieces = ours.part(), theirs.part()
         if pieces[0] != pieces[1]:
-            return [incomparable(why=_pieces_text(*pieces))]
-        parts, judged = split_pair(values), partial(self._judge_each, ours, theirs)
+            return [incomparable(why=_dtensor_pieces_text(*pieces))]
+        parts, judged = find_unjoined_pair(values), partial(self._judge_leaves, ours, theirs)
         if parts is None:
             rows = list(judged(values).values())
         else:
@@ -113,7 +113,7 @@ class Judge:
         self.flipped += [row for row in rows if row.why.endswith(_FLIPPED)]
         return rows
 
-    def _judge_each(self, ours: Entry, theirs: Entry, values: Values) -> dict[Leaf, ComparedSite]:
+    def _judge_leaves(self, ours: Entry, theirs: Entry, values: Values) -> dict[Leaf, ComparedSite]:
         """Return the row of each pair of tensors."""
         rows: dict[Leaf, ComparedSite] = {}
         for pair in self._measure(ours, values):
@@ -130,7 +130,7 @@ class Judge:
                 rows[leaf] = replace(row, verdict="noise", why=f"{row.why}: {_FLIPPED}")
         return rows
 
-    def _measure(self, entry: Entry, values: Values) -> Iterator[Measured]:
+    def _measure(self, entry: Entry, values: Values) -> Iterator[MeasuredPair]:
         if self._alignment is None:
             return measure_values(*values)
         if entry.port == "grad":
@@ -138,14 +138,14 @@ class Judge:
         by_token = measure_inputs if entry.is_input else measure_by_token
         return by_token(self._alignment, *values)
 
-    def _judge_tensor(self, pair: Measured, ours: Entry, theirs: Entry) -> ComparedSite:
+    def _judge_tensor(self, pair: MeasuredPair, ours: Entry, theirs: Entry) -> ComparedSite:
         site, gap = leaf_key(ours, pair.leaf), pair.gap
         row = partial(
             ComparedSite, site, leaf_key(theirs, pair.leaf), form=pair.forms[0],
             other_form=pair.forms[1],
         )  # fmt: skip
         entry = theirs if theirs.kind == "stored" else ours
-        floor = self._floor(site, pair, entry, max(ours.n_modules, theirs.n_modules))
+        floor = self._floor_of_pair(site, pair, entry, max(ours.n_modules, theirs.n_modules))
         if gap is None:
             return row("not comparable", why=pair.why)
         self._has_elements |= pair.n_elements > 0
@@ -163,7 +163,7 @@ class Judge:
             worst_element=gap.worst_element, row=gap.row, element=gap.element, floor=floor, why=why,
         )  # fmt: skip
 
-    def _floor(self, site: str, pair: Measured, entry: Entry, n_modules: int) -> Floor:
+    def _floor_of_pair(self, site: str, pair: MeasuredPair, entry: Entry, n_modules: int) -> Floor:
         eps = eps_of(pair.dtypes)
         if not eps:  # integers have no noise
             return Floor()
@@ -187,13 +187,15 @@ class Judge:
         flags = dict.fromkeys(flag for flags in self._flags for flag in flags)
         return list(flags) if self.eps > self._stored_eps else []
 
-    def suspect(self, rows: list[ComparedSite]) -> tuple[str | None, list[Finding]]:
+    def find_suspect(self, rows: list[ComparedSite]) -> tuple[str | None, list[Finding]]:
         """Return the path of the module that makes the first difference, and the finding of it."""
         first = next((row for row in rows if row.verdict == "differs"), None)
         if first is None:
             return None, []
         if self.flipped and rows.index(self.flipped[0]) < rows.index(first):
-            return None, [Finding("choice", _choice_text(self.flipped), self.flipped[0].site)]
+            return None, [
+                Finding("choice", _flipped_choices_text(self.flipped), self.flipped[0].site)
+            ]
         entry = self.entry_of[first.site]
         text = f"first beyond noise: {first.site} ({first.why})"
         if entry.is_input or entry.port not in ("input", "output"):
@@ -217,7 +219,7 @@ _FLIPPED = "their scores are equal up to noise"
 _MULTIPLIED = (torch.float32, torch.complex64)  # what TF32 may stand in for
 
 
-def _pieces_text(a: str, b: str) -> str:
+def _dtensor_pieces_text(a: str, b: str) -> str:
     texts = [f"{piece} in {name}" for name, piece in (("a", a), ("b", b)) if piece]
     return (
         f"a DTensor, of which one rank has {' and '.join(texts)}; save all ranks in one folder by"
@@ -230,7 +232,7 @@ def _incomparable_text(rows: list[ComparedSite]) -> str:
     return f"; {plural(n_unknown, 'value')} before it could not be compared" if n_unknown else ""
 
 
-def _choice_text(flipped: list[ComparedSite]) -> str:
+def _flipped_choices_text(flipped: list[ComparedSite]) -> str:
     first = flipped[0]
     return (
         f"noise flipped choices at {first.site} ({first.why}); what differs behind them may follow"
@@ -273,10 +275,12 @@ def is_flipped_by_noise(ours: Any, theirs: Any, leaf: Leaf, equal_leaves: Collec
     chosen = a.get(leaf), b.get(leaf)
     if not all(isinstance(indices, Tensor) and indices.dtype in _INTEGERS for indices in chosen):
         return False
-    return any(_scores_explain((a.get(scores), b.get(scores)), chosen) for scores in equal_leaves)
+    return any(
+        _do_scores_explain_choice((a.get(scores), b.get(scores)), chosen) for scores in equal_leaves
+    )
 
 
-def _scores_explain(scores: tuple[Any, Any], chosen: tuple[Any, Any]) -> bool:
+def _do_scores_explain_choice(scores: tuple[Any, Any], chosen: tuple[Any, Any]) -> bool:
     if not all(isinstance(part, Tensor) and part.is_floating_point() for part in scores):
         return False
     first, second = (part.to("cpu", torch.float64) for part in scores)

@@ -15,7 +15,7 @@ from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.recordings import PassRecord, Recording
-from hookline.verbs.compare.rank_groups import INPUT, Group, passes_with_values
+from hookline.verbs.compare.rank_groups import INPUT, RankGroup, passes_with_values
 from hookline.verbs.shared.token_inputs import CACHES, token_inputs
 
 ROWS = "rows"  # the stream of inputs that are rows without tokens, such as images
@@ -24,13 +24,13 @@ _CONTENTS = ("input_ids", "inputs_embeds")
 _RECORD = 'Record the inputs: hl.record(model, ["**", "(root):input"]), or give tokens=.'
 
 
-class Unreadable(Exception):
+class UnreadableTokens(Exception):
     """The inputs do not tell which tokens they hold; the text says why."""
 
 
 @final
 @dataclass(frozen=True)
-class Grid:
+class TokenGrid:
     """The tokens of one stream in one pass, in the layout of the ids that the model was given."""
 
     owner: Tensor  # the sequence of each token, -1 for padding, shape `(rows, tokens)`
@@ -45,19 +45,19 @@ class Grid:
 
 @final
 @dataclass
-class Tokens:
+class LocatedTokens:
     """The sequences of a recording, and where their tokens lie."""
 
     # For each pass, by number, the grid of each stream.
-    grids: dict[int, dict[str, Grid]] = field(default_factory=dict)
+    grids: dict[int, dict[str, TokenGrid]] = field(default_factory=dict)
     # For each sequence and stream, what tells its tokens from others, such as their ids; empty
     # where that is unknown.
     contents: list[dict[str, list[Hashable]]] = field(default_factory=list)
 
 
 def locate_tokens(
-    source: Recording | PassRecord, given: Any = None, groups: Sequence[Group] = ()
-) -> Tokens | str:
+    source: Recording | PassRecord, given: Any = None, groups: Sequence[RankGroup] = ()
+) -> LocatedTokens | str:
     """Read the tokens of a recording from the inputs of its passes.
 
     Args:
@@ -73,7 +73,7 @@ def locate_tokens(
     inputs = given if isinstance(given, Sequence) else [given] * len(numbered)
     if len(inputs) != len(numbered):
         return f"tokens must have a dict for each of {len(numbered)} passes, got {len(inputs)}"
-    reader = _Reader()
+    reader = _TokenReader()
     has_inputs = any(INPUT in record for record in numbered.values())
     for (number, record), told in zip(numbered.items(), inputs, strict=True):
         if given is None and has_inputs and INPUT not in record:  # such as an encoder's own call
@@ -81,14 +81,14 @@ def locate_tokens(
             continue
         try:
             reader.read_pass(number, _named_inputs(record, told))
-        except (Unreadable, HooklineError) as error:
+        except (UnreadableTokens, HooklineError) as error:
             where = f"pass {number}: " * (len(numbered) > 1)
             return f"{where}{first_line(error)}"
     return reader.tokens
 
 
 def passes_by_number(
-    source: Recording | PassRecord, groups: Sequence[Group] = ()
+    source: Recording | PassRecord, groups: Sequence[RankGroup] = ()
 ) -> dict[int, PassRecord]:
     """Return the passes with values that tell the tokens, by number.
 
@@ -111,7 +111,7 @@ def _named_inputs(record: PassRecord, given: Mapping[str, Any] | None) -> dict[s
     """
     value = record.calls(INPUT)[0] if INPUT in record else None
     if value is None and given is None:
-        raise Unreadable(f"the inputs of the model were not recorded.\n{_RECORD}")
+        raise UnreadableTokens(f"the inputs of the model were not recorded.\n{_RECORD}")
     named: dict[Any, Any] = dict(tree.items(value) or ())
     if isinstance(value, Tensor):
         named = {"input": value}
@@ -126,40 +126,40 @@ def _named_inputs(record: PassRecord, given: Mapping[str, Any] | None) -> dict[s
     return named
 
 
-class _Reader:
+class _TokenReader:
     """Reads pass after pass: with a cache, a pass goes on with the sequences of the one before."""
 
     def __init__(self) -> None:
-        self.tokens = Tokens()
-        self._before: dict[str, Grid] = {}
+        self.tokens = LocatedTokens()
+        self._before: dict[str, TokenGrid] = {}
 
     def read_pass(self, number: int, inputs: Mapping[str, Any]) -> None:
         """Read the grids of a pass.
 
         Raises:
-            Unreadable: the inputs do not tell them.
+            UnreadableTokens: the inputs do not tell them.
         """
-        grids: dict[str, Grid] = {}
+        grids: dict[str, TokenGrid] = {}
         for prefix in _PREFIXES:
             given = (inputs.get(f"{prefix}{name}") for name in _CONTENTS)
             content = next((value for value in given if isinstance(value, Tensor)), None)
             if content is not None:
                 rows = next((grid.row_owner for grid in grids.values()), None)
-                stream = _Stream(prefix, content, inputs)
+                stream = _TokenStream(prefix, content, inputs)
                 grids[prefix] = self._token_grid(stream, rows)
         if not grids:
             grids[ROWS] = self._row_grid(inputs)
         self.tokens.grids[number] = grids
         self._before.update(grids)
 
-    def _token_grid(self, stream: _Stream, rows: Tensor | None) -> Grid:
+    def _token_grid(self, stream: _TokenStream, rows: Tensor | None) -> TokenGrid:
         past = stream.n_past_tokens(self._before.get(stream.prefix))
         before = self._before.get(stream.prefix) if past else None
         starts, is_present = stream.tokens.is_start, stream.tokens.is_present
         if before is None:
             owner = self._number_sequences(starts, rows)
         elif bool(starts[:, 1:].any()):
-            raise Unreadable("packed sequences that go on from a cache cannot be told apart")
+            raise UnreadableTokens("packed sequences that go on from a cache cannot be told apart")
         else:
             owner = before.row_owner[:, None].expand(starts.shape)
         owner = torch.where(is_present, owner, -1)
@@ -172,7 +172,7 @@ class _Reader:
             order[mine] = torch.arange(int(mine.sum()), device=mine.device) + n_before
             known = self.tokens.contents[sequence]
             known[stream.prefix] = [*known.get(stream.prefix, ()), *stream.contents_at(mine)]
-        return Grid(
+        return TokenGrid(
             owner,
             order,
             stream.positions(past),
@@ -192,12 +192,12 @@ class _Reader:
         self.tokens.contents += [{} for _ in range(int(starts.sum()))]
         return owner + first
 
-    def _row_grid(self, inputs: Mapping[str, Any]) -> Grid:
+    def _row_grid(self, inputs: Mapping[str, Any]) -> TokenGrid:
         """Return the grid of inputs without tokens: a row an item."""
         parts = tree.tensors(dict(inputs))
-        tensors = [tensor for _, tensor in parts if _has_rows(tensor)]
+        tensors = [tensor for _, tensor in parts if _has_readable_rows(tensor)]
         if not tensors:
-            raise Unreadable(f"the inputs hold no tensor with rows.\n{_RECORD}")
+            raise UnreadableTokens(f"the inputs hold no tensor with rows.\n{_RECORD}")
         n_rows = len(tensors[0])
         of_rows = [tensor for tensor in tensors if len(tensor) == n_rows]
         first = len(self.tokens.contents)
@@ -206,10 +206,10 @@ class _Reader:
             self.tokens.contents.append({ROWS: digests})
         none = torch.zeros(n_rows, 0, dtype=torch.long, device="cpu")
         rows = torch.arange(first, first + n_rows, device="cpu")
-        return Grid(none, none, none, none, none, rows)
+        return TokenGrid(none, none, none, none, none, rows)
 
 
-class _Stream:
+class _TokenStream:
     """The ids or embeddings of one stream in a pass, and what tells their padding and place."""
 
     def __init__(self, prefix: str, content: Tensor, inputs: Mapping[str, Any]) -> None:
@@ -219,17 +219,19 @@ class _Stream:
         n_dims = content.ndim - content.is_floating_point()  # embeddings have one more
         shape, self._of_each = content.shape[:n_dims], content.shape[n_dims:]
         if n_dims not in (1, 2):
-            raise Unreadable(f"ids of tokens must be (rows, tokens), got {describe.shape(content)}")
+            raise UnreadableTokens(
+                f"ids of tokens must be (rows, tokens), got {describe.shape(content)}"
+            )
         n_rows, n_tokens = (1, *shape) if n_dims == 1 else shape
         self.tokens = token_inputs(inputs, (n_rows, n_tokens), prefix)
         kept = inputs.get("logits_to_keep")
         self.n_kept = kept if type(kept) is int and kept > 0 else 0
 
-    def n_past_tokens(self, before: Grid | None) -> int:
+    def n_past_tokens(self, before: TokenGrid | None) -> int:
         """Return how many tokens of each row the cache held before this pass.
 
         Raises:
-            Unreadable: they were not recorded.
+            UnreadableTokens: they were not recorded.
         """
         is_same_batch = before is not None and len(before.owner) == self.tokens.shape[0]
         held = before.key_owner.shape[1] if before is not None and is_same_batch else 0
@@ -237,7 +239,7 @@ class _Stream:
         if past is None:
             past = held if self._cache is not None else 0
         if past and past != held:
-            raise Unreadable(
+            raise UnreadableTokens(
                 f"the cache held {past} tokens of each row that the recording does not have."
                 "\nRecord from the first chunk on."
             )
@@ -287,7 +289,7 @@ def _sequence_of_rows(owner: Tensor) -> Tensor:
     return torch.where(is_only, most, -1)
 
 
-def _has_rows(tensor: Tensor) -> bool:
+def _has_readable_rows(tensor: Tensor) -> bool:
     """Tell whether a tensor has rows that can be read: it is not sparse, quantised or nested."""
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
     return is_strided and not tensor.is_quantized and tensor.ndim > 0 and has_numbers(tensor)

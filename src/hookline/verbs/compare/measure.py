@@ -28,7 +28,7 @@ _BLOCK_NUMEL = 2**22  # of a store, read at once
 Array = Tensor | Column | RowsOfItems
 
 
-class Measured(NamedTuple):
+class MeasuredPair(NamedTuple):
     """Hold the measurements of a pair of tensors."""
 
     leaf: Leaf  # the leaf of the first value that holds the tensor
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
         return "" if all(self.forms) else "ba"[bool(self.forms[0])]
 
 
-def measure_values(a: Any, b: Any) -> Iterator[Measured]:
+def measure_values(a: Any, b: Any) -> Iterator[MeasuredPair]:
     """Yield what is found of each pair of tensors in two values.
 
     Tensors are paired by their leaf. If one value holds a single tensor, it is paired with the
@@ -59,15 +59,18 @@ def measure_values(a: Any, b: Any) -> Iterator[Measured]:
         yield measure_pair(leaf, ours[leaf], theirs.pop(leaf_b))
         del ours[leaf]
     yield from measure_unpaired(*(
-        {leaf: _form(array) for leaf, array in arrays.items() if not holds_number(value, leaf)}
+        {
+            leaf: _shape_and_dtype_text(array)
+            for leaf, array in arrays.items() if not holds_number(value, leaf)
+        }
         for value, arrays in ((a, ours), (b, theirs))
     ))  # fmt: skip
 
 
-def measure_unpaired(ours: dict[Leaf, str], theirs: dict[Leaf, str]) -> Iterator[Measured]:
+def measure_unpaired(ours: dict[Leaf, str], theirs: dict[Leaf, str]) -> Iterator[MeasuredPair]:
     """Yield what is said of tensors that one value has alone, given their forms."""
-    yield from (Measured(leaf, (form, ""), why="only in a") for leaf, form in ours.items())
-    yield from (Measured(leaf, ("", form), why="only in b") for leaf, form in theirs.items())
+    yield from (MeasuredPair(leaf, (form, ""), why="only in a") for leaf, form in ours.items())
+    yield from (MeasuredPair(leaf, ("", form), why="only in b") for leaf, form in theirs.items())
 
 
 def pair_leaves(ours: Mapping[Leaf, Array], theirs: Mapping[Leaf, Array]) -> dict[Leaf, Leaf]:
@@ -76,20 +79,22 @@ def pair_leaves(ours: Mapping[Leaf, Array], theirs: Mapping[Leaf, Array]) -> dic
         return dict(zip(ours, theirs, strict=True))
     if min(len(ours), len(theirs)) == 1 and not ours.keys() & theirs.keys():
         pairs = ((leaf, leaf_b) for leaf in ours for leaf_b in theirs)
-        like = (pair for pair in pairs if _shape(ours[pair[0]]) == _shape(theirs[pair[1]]))
+        like = (
+            pair for pair in pairs if _shape_text(ours[pair[0]]) == _shape_text(theirs[pair[1]])
+        )
         return dict(itertools.islice(like, 1))
     return {leaf: leaf for leaf in ours if leaf in theirs}
 
 
-def measure_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
+def measure_pair(leaf: Leaf, a: Array, b: Array) -> MeasuredPair:
     """Measure how far two tensors lie apart, or say why they cannot be compared."""
-    forms = _form(a), _form(b)
+    forms = _shape_and_dtype_text(a), _shape_and_dtype_text(b)
     dtypes = a.dtype, b.dtype
     n_elements = b.numel() if isinstance(b, Tensor) else math.prod(b.shape)
-    result = Measured(leaf, forms, dtypes, n_elements=n_elements)
+    result = MeasuredPair(leaf, forms, dtypes, n_elements=n_elements)
     are_nested = any(isinstance(array, Tensor) and array.is_nested for array in (a, b))
     if not are_nested and tuple(a.shape) != tuple(b.shape):
-        return result._replace(why=f"shapes {_shape(a)} and {_shape(b)}")
+        return result._replace(why=f"shapes {_shape_text(a)} and {_shape_text(b)}")
     if _has_fractions(a.dtype) != _has_fractions(b.dtype):
         return result._replace(
             why=f"dtypes {name_without_torch(a.dtype)} and {name_without_torch(b.dtype)}"
@@ -99,7 +104,7 @@ def measure_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
     return result._replace(gap=_measure_columns(a, b))
 
 
-def _measure_tensors(result: Measured, a: Tensor, b: Tensor) -> Measured:
+def _measure_tensors(result: MeasuredPair, a: Tensor, b: Tensor) -> MeasuredPair:
     without = next((tensor for tensor in (a, b) if not has_numbers(tensor)), None)
     if without is not None:
         return result._replace(why=f"{describe.in_full(without)} has no numbers")
@@ -135,10 +140,10 @@ def _measure_columns(a: Array, b: Array) -> Difference:
     return difference_of_blocks(blocks)
 
 
-def _measure_common_steps(a: StepNumbers, b: StepNumbers) -> Measured:
+def _measure_common_steps(a: StepNumbers, b: StepNumbers) -> MeasuredPair:
     steps = np.intersect1d(a.steps, b.steps)
     forms = tuple(f"{len(numbers.steps)} steps" for numbers in (a, b))
-    result = Measured((), (forms[0], forms[1]), (torch.float32, torch.float32))
+    result = MeasuredPair((), (forms[0], forms[1]), (torch.float32, torch.float32))
     if not len(steps):
         return result._replace(why="no step is in both")
     return result._replace(gap=difference(a.at(steps), b.at(steps)))
@@ -185,11 +190,11 @@ def holds_number(value: Any, leaf: Leaf) -> bool:
     return isinstance(value, bool | int | float | complex)
 
 
-def _form(array: Array) -> str:
-    return f"{_shape(array)} {name_without_torch(array.dtype)}"
+def _shape_and_dtype_text(array: Array) -> str:
+    return f"{_shape_text(array)} {name_without_torch(array.dtype)}"
 
 
-def _shape(array: Array) -> str:
+def _shape_text(array: Array) -> str:
     return describe.shape(array) if isinstance(array, Tensor) else str(list(array.shape))
 
 

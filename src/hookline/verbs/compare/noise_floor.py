@@ -71,11 +71,11 @@ class Floor:
         # The norm of few elements is off by as much as these are.
         norm = max(self.norm_ratio, 2 * self.relative / math.sqrt(max(gap.numel, 1)))
         floors = asdict(replace(self, norm_ratio=norm))
-        pairs = zip(floors.items(), four_numbers_of(gap), strict=True)
+        pairs = zip(floors.items(), four_errors(gap), strict=True)
         return [name for (name, most), number in pairs if not number <= most]
 
 
-def four_numbers_of(gap: Difference) -> tuple[float, float, float, float]:
+def four_errors(gap: Difference) -> tuple[float, float, float, float]:
     """Return the four numbers of a difference, each 0 for equal values."""
     return gap.relative, abs(gap.norm_ratio - 1), gap.worst_row, gap.worst_element
 
@@ -99,7 +99,7 @@ def estimate_floor(eps: float, kind: Kind, n_modules: int = 0) -> Floor:
 
 def measured_floor(gap: Difference) -> Floor:
     """Return the floor of a value that rounding was measured to change by this difference."""
-    return Floor(*(MARGIN * number for number in four_numbers_of(gap)))
+    return Floor(*(MARGIN * number for number in four_errors(gap)))
 
 
 def eps_of(dtypes: Iterable[torch.dtype]) -> float:

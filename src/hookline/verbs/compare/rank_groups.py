@@ -18,7 +18,7 @@ INPUT = "(root):input"
 
 @final
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Ranks of a recording that hold the same rows."""
 
     recording: Recording  # the recording of these ranks
@@ -30,12 +30,12 @@ class Group:
         return passes_with_values(self.recording.ranks[0])
 
 
-def all_ranks(source: Recording) -> Group:
+def group_of_all_ranks(source: Recording) -> RankGroup:
     """Return all ranks as one group."""
-    return Group(source, tuple(range(len(source.ranks))))
+    return RankGroup(source, tuple(range(len(source.ranks))))
 
 
-def group_ranks(source: Recording) -> list[Group]:
+def group_ranks(source: Recording) -> list[RankGroup]:
     """Return the groups of the ranks, in their order.
 
     Ranks without recorded inputs, and stages of a pipeline behind the first, join the only group if
@@ -49,21 +49,21 @@ def group_ranks(source: Recording) -> list[Group]:
         if not inputs or rank.modules != first.modules:
             unknown.append(number)
             continue
-        same = next((numbers for other, numbers in groups if are_equal(inputs, other)), None)
+        same = next((numbers for other, numbers in groups if are_equal_values(inputs, other)), None)
         if same is None:
             groups.append((inputs, [number]))
         else:
             same.append(number)
     if len(groups) < 2:
-        return [all_ranks(source)]
+        return [group_of_all_ranks(source)]
     together = [numbers for _, numbers in groups] + [[number] for number in unknown]
-    return [_group(source, numbers) for numbers in sorted(together)]
+    return [_make_group(source, numbers) for numbers in sorted(together)]
 
 
-def _group(source: Recording, numbers: Sequence[int]) -> Group:
+def _make_group(source: Recording, numbers: Sequence[int]) -> RankGroup:
     recording = Recording(source.sites, source.report(), source.modules)
     recording.ranks = tuple(source.ranks[number] for number in numbers)
-    return Group(recording, tuple(numbers))
+    return RankGroup(recording, tuple(numbers))
 
 
 def passes_with_values(source: Recording) -> list[PassRecord]:
@@ -71,7 +71,7 @@ def passes_with_values(source: Recording) -> list[PassRecord]:
     return [record for record in source.passes if len(record)]
 
 
-def are_equal(a: Any, b: Any) -> bool:
+def are_equal_values(a: Any, b: Any) -> bool:
     """Tell whether two values have one structure and equal contents; NaN equals NaN."""
     ours, theirs = RankValue(a), RankValue(b)
     if [*map(_comparable_fields, ours.nodes)] != [*map(_comparable_fields, theirs.nodes)]:

@@ -30,9 +30,9 @@ from hookline.recordings.figure_values import walk_values
 from hookline.recordings.firing_order import RecordedValue
 from hookline.recordings.recording import has_lost_model, lies_in_folder, living_model
 from hookline.stores import Store
-from hookline.verbs.compare.join_ranks import Dims, Unjoined, dim_of, read_whole
+from hookline.verbs.compare.join_ranks import Dims, UnjoinedValue, dim_of, read_whole
 from hookline.verbs.compare.noise_floor import Kind
-from hookline.verbs.compare.rank_groups import Group, all_ranks, passes_with_values
+from hookline.verbs.compare.rank_groups import RankGroup, group_of_all_ranks, passes_with_values
 
 _CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
 FILES = (".npz", ".npy", ".safetensors", *_CHECKPOINTS)
@@ -165,7 +165,9 @@ def read_side(given: Any, name: str, dims: Dims | None = None) -> Side:
     if isinstance(given, Recording | PassRecord):
         side = _side_from_recording(given, dims)
     elif isinstance(given, Store):
-        entries = [Entry(_path(site), "", partial(given.__getitem__, site)) for site in given.sites]
+        entries = [
+            Entry(_array_path(site), "", partial(given.__getitem__, site)) for site in given.sites
+        ]
         side = Side("store", _sort_children_first(entries), store=given)
     elif isinstance(given, Curves):
         side = Side("curves", list(_curve_entries(given)), lambda: [given.model])
@@ -217,22 +219,25 @@ def _lazy_safetensors(path: Path) -> Mapping[str, Any]:
 def _side_from_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     if isinstance(source, PassRecord):
         of_pass = [_recorded_entry(value, "", {}) for value in walk_values(source)]
-        return Side("recording", of_pass, source=source, settings=_all_settings([source]))
+        return Side("recording", of_pass, source=source, settings=_distinct_settings([source]))
     ranks = source.ranks or (source,)
     modules = {path: kind for rank in ranks for path, kind in rank.modules.items()}
-    depths = _n_leaves_until(list(modules))
+    depths = _count_leaf_modules_until(list(modules))
     entries: dict[str, Entry] = {}  # of several ranks, those of each in its firing order
     for rank in ranks:
         has_passes = len(passes_with_values(rank)) > 1
         for value in walk_values(rank):
             entry = _recorded_entry(value, f"#pass{value.record.number}" * has_passes, depths)
             if source.ranks:
-                read = partial(read_whole, all_ranks(source), value, entry.key, dim_of(value, dims))
+                read = partial(
+                    read_whole, group_of_all_ranks(source), value, entry.key, dim_of(value, dims)
+                )
                 entry = replace(entry, read=read, part=str)
             entries.setdefault(entry.key, entry)
     return Side(
         "recording", list(entries.values()), lambda: [rank.model for rank in ranks], modules,
-        source.release, source, _all_settings(record for rank in ranks for record in rank.passes),
+        source.release, source,
+        _distinct_settings(record for rank in ranks for record in rank.passes),
     )  # fmt: skip
 
 
@@ -254,7 +259,7 @@ def check_passes_of_ranks(side: Side, name: str) -> None:
     )
 
 
-def groups_as_passes(side: Side, groups: Sequence[Group], dims: Dims | None) -> Side:
+def groups_as_passes(side: Side, groups: Sequence[RankGroup], dims: Dims | None) -> Side:
     """Return a side of several groups of ranks, each with rows of its own: the groups are passes.
 
     Values that are joined otherwise than along the rows are the same in all passes if each rank has
@@ -264,7 +269,7 @@ def groups_as_passes(side: Side, groups: Sequence[Group], dims: Dims | None) -> 
         return side
     joined = {(entry.path, entry.rest): entry for entry in side.entries}
     entries = {key: entry for key, entry in joined.items() if entry.port == "grad"}
-    for number, (group, value, suffix) in _pass_values(groups):
+    for number, (group, value, suffix) in _values_with_pass_numbers(groups):
         base = _recorded_entry(value, "", {})
         rest = f"{base.rest}#pass{number}"
         if base.port == "grad" or (base.path, rest) in entries:
@@ -276,7 +281,9 @@ def groups_as_passes(side: Side, groups: Sequence[Group], dims: Dims | None) -> 
     return replace(side, entries=list(entries.values()))
 
 
-def _pass_values(groups: Sequence[Group]) -> Iterator[tuple[int, tuple[Group, RecordedValue, str]]]:
+def _values_with_pass_numbers(
+    groups: Sequence[RankGroup],
+) -> Iterator[tuple[int, tuple[RankGroup, RecordedValue, str]]]:
     """Yield the values of all ranks, each with the number of its pass among those of all groups.
 
     With it come the group, and the end of the value's key in a look-up.
@@ -293,19 +300,19 @@ def _pass_values(groups: Sequence[Group]) -> Iterator[tuple[int, tuple[Group, Re
 
 
 def _read_group_value(
-    source: Recording, group: Group, value: RecordedValue, key: str, dims: Dims | None
+    source: Recording, group: RankGroup, value: RecordedValue, key: str, dims: Dims | None
 ) -> Any:
     """Read a value of ranks with the same rows; `dims` along the rows says that it has rows."""
     dim = dim_of(value, dims)
     if dim not in (None, 0) and len(group.numbers) == 1:  # such as the mean of a loss
-        return read_whole(all_ranks(source), value, key, dim)
+        return read_whole(group_of_all_ranks(source), value, key, dim)
     joined = read_whole(group, value, key, dim or None)
-    if isinstance(joined, Unjoined) and value.holds_shard():  # in a mesh beyond the group
-        return read_whole(all_ranks(source), value, key, dim)
+    if isinstance(joined, UnjoinedValue) and value.holds_shard():  # in a mesh beyond the group
+        return read_whole(group_of_all_ranks(source), value, key, dim)
     return joined
 
 
-def _all_settings(records: Iterable[PassRecord]) -> tuple[Settings, ...]:
+def _distinct_settings(records: Iterable[PassRecord]) -> tuple[Settings, ...]:
     distinct: list[Settings] = []
     for record in records:
         if record.settings is not None and record.settings not in distinct and len(record):
@@ -330,7 +337,7 @@ def _kind_at(site: Site) -> Kind:
     return "gradient" if site.is_gradient else "stored" if is_input else "output"
 
 
-def _n_leaves_until(paths: Sequence[str]) -> dict[str, int]:
+def _count_leaf_modules_until(paths: Sequence[str]) -> dict[str, int]:
     """Return for each path how many modules without children come up to its end."""
     counts: dict[str, int] = {}
     n_leaves = 0
@@ -352,7 +359,7 @@ def _array_entries(arrays: Mapping[Any, Any], name: str) -> list[Entry]:
     is_stored = _are_weights(arrays)
     entries = [
         Entry(
-            _path(key),
+            _array_path(key),
             "",
             value if isinstance(value, partial) else partial(_read_array, arrays, key),
             "stored" if is_stored[key] else "output",
@@ -404,7 +411,7 @@ def _place_at_named_site(entry: Entry, paths: Container[str]) -> Entry:
     return replace(entry, path=site.path, rest=rest, kind=_kind_at(site))
 
 
-def _path(name: str) -> str:
+def _array_path(name: str) -> str:
     return "" if name == ROOT else name
 
 

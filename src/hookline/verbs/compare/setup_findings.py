@@ -132,15 +132,16 @@ def _differing_modes(a: Settings, b: Settings, kinds: Mapping[str, str]) -> Iter
 def _differing_torch_settings(a: Settings, b: Settings) -> Iterator[str]:
     """Say which settings of torch differ that change numbers."""
     if a.autocast != b.autocast:
-        yield f"autocast was {_dtypes_text(a.autocast)} in a, and {_dtypes_text(b.autocast)} in b"
-    for name, ours, theirs in _differing(a.precision, b.precision, "unknown"):
+        ours, theirs = _autocast_text(a.autocast), _autocast_text(b.autocast)
+        yield f"autocast was {ours} in a, and {theirs} in b"
+    for name, ours, theirs in _differing_values(a.precision, b.precision, "unknown"):
         yield f"the precision of {name} was {ours} in a, and {theirs} in b"
     if a.deterministic != b.deterministic:
         label, other = "ab" if a.deterministic else "ba"
         yield f"deterministic algorithms were asked for in {label}, and not in {other}"
 
 
-def _differing(
+def _differing_values(
     a: Mapping[str, str], b: Mapping[str, str], missing: str
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the names whose values differ, with both; `missing` stands for none."""
@@ -150,7 +151,7 @@ def _differing(
             yield name, ours, theirs
 
 
-def _dtypes_text(dtypes: Mapping[str, str]) -> str:
+def _autocast_text(dtypes: Mapping[str, str]) -> str:
     return " and ".join(f"{dtype} on {device}" for device, dtype in dtypes.items()) or "off"
 
 
@@ -233,7 +234,9 @@ def _structure_hint(a: RecordedModel, b: RecordedModel) -> str:
     class_a, class_b = (
         {path: text.partition("(")[0] for path, text in side.items()} for side in (ours, theirs)
     )
-    odd = [*_differing(class_a, class_b, "missing")] or [*_differing(ours, theirs, "missing")]
+    odd = [*_differing_values(class_a, class_b, "missing")] or [
+        *_differing_values(ours, theirs, "missing")
+    ]
     if not ours or not theirs or not odd:
         return "compare what print(model) says of both"
     path, mine, yours = odd[0]
@@ -255,7 +258,7 @@ def _model_differences(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
             yield Finding("model", f"{' and '.join(names)} of the model {are}{advice}")
     versions = [
         f"{name} {ours} and {theirs}"
-        for name, ours, theirs in _differing(a.versions, b.versions, "none")
+        for name, ours, theirs in _differing_values(a.versions, b.versions, "none")
     ]
     if versions:
         yield Finding("versions", f"versions differ: {', '.join(versions)}")
@@ -270,7 +273,7 @@ def _model_differences(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
         yield Finding("flags", f"flags differ: {', '.join(sorted(flags))}")
 
 
-def find_form_differences(rows: list[ComparedSite]) -> list[Finding]:
+def find_dtype_and_shape_differences(rows: list[ComparedSite]) -> list[Finding]:
     """Say where dtypes differ, and what could not be compared."""
     remarks = []
     dtypes: dict[tuple[str, str], list[str]] = {}

@@ -21,7 +21,7 @@ from hookline.findings import Finding
 from hookline.verbs.attach.raw_line import attach
 from hookline.verbs.compare.comparison import ComparedSite, Comparison, Verdict, number_text
 from hookline.verbs.compare.judge import Judge, leaf_key
-from hookline.verbs.compare.measure import Measured, measure_values
+from hookline.verbs.compare.measure import MeasuredPair, measure_values
 from hookline.verbs.compare.noise_floor import Floor, eps_of
 from hookline.verbs.compare.pair_by_name import Names, Pairing, pair_entries
 from hookline.verbs.compare.read_sides import Entry, Side
@@ -50,7 +50,7 @@ _OTHER_FORM = "its inputs have another form in b, such as another mask"
 
 @final
 @dataclass(slots=True)
-class Call:
+class ModuleCall:
     """A call of a module: copies of what it got and of what it returned."""
 
     module: nn.Module
@@ -59,7 +59,7 @@ class Call:
     output: Any = None
 
 
-Calls = dict[tuple[str, str], Call]  # by path and number, in the order in which they end
+Calls = dict[tuple[str, str], ModuleCall]  # by path and number, in the order in which they end
 
 
 class ModelRun(NamedTuple):
@@ -85,7 +85,9 @@ class _LocalRun:
 
     path: str  # its path in b
     why: str  # why there are none; empty if there are
-    pairs: dict[str, Measured]  # how far its tensors are from those of a, by the site of their row
+    pairs: dict[
+        str, MeasuredPair
+    ]  # how far its tensors are from those of a, by the site of their row
     floor: Floor  # what rounding explains of them
 
 
@@ -133,7 +135,7 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
     refuse_meta_tensors("hl.shadow", a, inputs)
     refuse_meta_tensors("hl.shadow", b, inputs)
     inputs = unwrap_lone_tensor(a, inputs)
-    runs, eps, remarks = _run_both(a, b, inputs)
+    runs, eps, remarks = _run_both_models(a, b, inputs)
     sides = runs[0].side, runs[1].side
     pairing = pair_entries(*sides, names)
     if not any(ours.path and theirs.path for ours, theirs in pairing.pairs):
@@ -148,7 +150,7 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
         for ours, theirs in pairing.pairs
     ]
     judge = Judge(None, Pairing(pairs, pairing.only_b, pairing.only_a))
-    rows = judge.rows(*sides)
+    rows = judge.judge_pairs(*sides)
     with eval_without_side_effects(runs[1].model):
         local = {ours.key: _run_locally(runs, ours, theirs, eps) for ours, theirs in pairing.pairs}
     judged = [_judge_row(row, local[judge.entry_of[row.site].key]) for row in rows]
@@ -177,24 +179,24 @@ def _run_locally(runs: list[ModelRun], ours: Entry, theirs: Entry, eps: float) -
     return _LocalRun(theirs.path, why, {leaf_key(ours, pair.leaf): pair for pair in pairs}, floor)
 
 
-def _exceed_floor(pairs: list[Measured], floor: Floor) -> bool:
+def _exceed_floor(pairs: list[MeasuredPair], floor: Floor) -> bool:
     gaps = [pair.gap for pair in pairs if pair.gap is not None]
     return any(gap.problem or floor.exceeded_by(gap) for gap in gaps)
 
 
-def _is_repeatable(own: Call, floor: Floor) -> bool:
+def _is_repeatable(own: ModuleCall, floor: Floor) -> bool:
     """Tell whether a module gives its output again on its own inputs."""
     why, output = _run_on_inputs_of(own, own)
-    if why or _forms(output) != _forms(own.output):
+    if why or _leaf_forms(output) != _leaf_forms(own.output):
         return False
     return not _exceed_floor(list(measure_values(output, own.output)), floor)
 
 
-def _run_on_inputs_of(ours: Call, theirs: Call) -> tuple[str, Any]:
+def _run_on_inputs_of(ours: ModuleCall, theirs: ModuleCall) -> tuple[str, Any]:
     """Return why a module cannot be run on its counterpart's inputs, or what it returns."""
     given = theirs.args, theirs.kwargs
     fed = _cast_like(given, (ours.args, ours.kwargs))
-    if _forms(fed) != _forms(given):
+    if _leaf_forms(fed) != _leaf_forms(given):
         return _OTHER_FORM, None
     args, kwargs = fed
     try:
@@ -216,7 +218,7 @@ def _cast_like(given: Any, value: Any) -> Any:
     )
 
 
-def _forms(value: Any) -> list[tuple[str, str]]:
+def _leaf_forms(value: Any) -> list[tuple[str, str]]:
     return [(leaf_text(leaf), describe.in_full(tensor)) for leaf, tensor in tree.tensors(value)]
 
 
@@ -305,7 +307,7 @@ def _find_unmeasured(local: dict[str, _LocalRun]) -> list[Finding]:
 # -- both models ----------------------------------------------------------------------------------
 
 
-def _run_both(
+def _run_both_models(
     a: nn.Module, b: nn.Module, inputs: Any
 ) -> tuple[list[ModelRun], float, list[Finding]]:
     """Run both models on copies in float64, where they run in it.
@@ -326,7 +328,10 @@ def _run_both(
         try:
             copies = [cast_model(copy.deepcopy(model), coarser) for model in (a, b)]
             wide = [cast_model(model, torch.float64) for model in copies]
-            runs = [ModelRun(model, _run(model, _cast(inputs, torch.float64))) for model in wide]
+            runs = [
+                ModelRun(model, _run_and_record_calls(model, _cast_copies(inputs, torch.float64)))
+                for model in wide
+            ]
         except Exception as error:  # a kernel without float64, a forward that is bound to a model
             name = name_without_torch(coarser)
             text = f"float64 is not tried, so the floors are of {name}: {first_line(error)}"
@@ -336,7 +341,7 @@ def _run_both(
     runs = []
     for name, model, (first, *_) in zip("ab", (a, b), dtypes, strict=True):
         try:
-            runs.append(ModelRun(model, _run(model, _cast(inputs, first))))
+            runs.append(ModelRun(model, _run_and_record_calls(model, _cast_copies(inputs, first))))
         except HooklineError:
             raise
         except Exception as error:  # whatever the user's model raises
@@ -360,17 +365,17 @@ def _computed_dtypes(model: nn.Module) -> list[torch.dtype]:
     return floating or [torch.float32]
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast_copies(value: Any, dtype: torch.dtype) -> Any:
     """Return copies of a value's tensors, the floating ones in a dtype."""
     return tree.map_tensors(
         lambda tensor: tensor.detach().to(dtype_after_cast(tensor, dtype), copy=True), value
     )
 
 
-def _run(model: nn.Module, inputs: Any) -> Calls:
+def _run_and_record_calls(model: nn.Module, inputs: Any) -> Calls:
     """Run a model in eval mode, and return the calls of its modules."""
     calls: Calls = {}
-    running: list[Call] = []
+    running: list[ModuleCall] = []
     counts: Counter[str] = Counter()
     paths = {id(node.module): node.path for node in module_tree(model).nodes}
 
@@ -378,7 +383,7 @@ def _run(model: nn.Module, inputs: Any) -> Calls:
         return tensor.detach().clone()
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        running.append(Call(module, *tree.map_tensors(copy_of, (args, kwargs))))
+        running.append(ModuleCall(module, *tree.map_tensors(copy_of, (args, kwargs))))
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         entry = running.pop()

@@ -13,7 +13,7 @@ IN_TF32 = "a GPU multiplied in TF32"
 _OLDEST = 8, 0  # the capability of Ampere, the first with TF32
 
 
-def flags_of(side: Side) -> list[str]:
+def tf32_flags_of(side: Side) -> list[str]:
     """Return the flags of torch that had a GPU compute a side in TF32; empty if none did."""
     kinds = set(side.modules.values())
     flags = [flag for settings in side.settings for flag in settings.tf32_flags(kinds)]

@@ -14,23 +14,23 @@ from torch import Tensor
 
 from hookline.display.text import listed, plural
 from hookline.statistics.flat_numbers import is_quantised
-from hookline.verbs.compare.locate_tokens import ROWS, Tokens
+from hookline.verbs.compare.locate_tokens import ROWS, LocatedTokens
 from hookline.verbs.compare.token_layouts import (
     HEADS,
     NO_ROW,
     ORDER,
     PAIRS,
     ROW,
-    Places,
     Reading,
-    Span,
+    SequenceSpans,
+    TokenPlaces,
 )
 
 # The tensor of a site in each pass, by the number of the pass.
 ByPass = Mapping[int, Tensor]
 Shapes = Mapping[int, tuple[int, ...]]
 # The places of a recording's tokens, by pass and stream.
-Layout = Mapping[int, Mapping[str, Places]]
+Layout = Mapping[int, Mapping[str, TokenPlaces]]
 _Streams = dict[str, list[Hashable]]
 _MOST_SHOWN = 3
 
@@ -42,7 +42,7 @@ class Alignment:
 
     # For each of the two recordings the places of its tokens, by pass and stream.
     places: tuple[Layout, Layout]
-    spans: dict[str, Span]  # the sequences of each stream in the common order
+    spans: dict[str, SequenceSpans]  # the sequences of each stream in the common order
     n_sequences: int  # the number of matched sequences
     is_same: bool  # whether both have the same tokens at the same places
     positions: str = ""  # how the positions of the tokens differ; empty if they do not
@@ -66,7 +66,9 @@ class Alignment:
             n_dims = len(next(iter(a.values())))
             self._seen.setdefault(n_dims, set()).update(readings)
 
-    def pair(self, a: ByPass, b: ByPass, *, is_cache: bool = False) -> tuple[Tensor, Tensor] | str:
+    def pair_common_tokens(
+        self, a: ByPass, b: ByPass, *, is_cache: bool = False
+    ) -> tuple[Tensor, Tensor] | str:
         """Take the common tokens out of the values of a site, in one order.
 
         Args:
@@ -90,14 +92,16 @@ class Alignment:
             known = readings & self._seen.get(len(next(iter(shapes[0].values()))), set())
             readings = known if len(known) == 1 else readings
         ordered = sorted(readings, key=lambda reading: (ORDER.index(reading.axes), reading.stream))
-        first, *others = [self._take_common((a, b), (reading, reading)) for reading in ordered]
-        if all(_are_same_pairs(first, other) for other in others):
+        first, *others = [
+            self._take_common_tokens((a, b), (reading, reading)) for reading in ordered
+        ]
+        if all(_are_equal_pairs(first, other) for other in others):
             return first
         is_clear = len({reading.stream for reading in ordered}) == 1
         names = [reading.axes if is_clear else str(reading) for reading in ordered]
         return (
-            f"{_shapes(*shapes)} may be {' or '.join(names)}: compare runs whose batch, length and"
-            " width differ"
+            f"{_shapes_text(*shapes)} may be {' or '.join(names)}: compare runs whose batch,"
+            " length and width differ"
         )
 
     @property
@@ -129,24 +133,28 @@ class Alignment:
         """Take the common tokens where no reading fits both values."""
         shapes = shapes_of(a), shapes_of(b)
         own = [
-            {reading for reading in self._readings(side, shapes[side]) if reading.axes != ROW}
+            {
+                reading
+                for reading in self._fitting_readings(side, shapes[side])
+                if reading.axes != ROW
+            }
             for side in (0, 1)
         ]
         streams = {reading.stream for of_side in own for reading in of_side}
         if len(streams) == 1 and all(len(of_side) == 1 for of_side in own):
             # such as (rows, tokens, …) in one and (rows·tokens, …) in the other
-            return self._take_common((a, b), (own[0].pop(), own[1].pop()))
+            return self._take_common_tokens((a, b), (own[0].pop(), own[1].pop()))
         first, *others = [*a.values(), *b.values()]
         is_setting = not first.dim() and not first.is_floating_point()
         if is_setting and all(torch.equal(first, other) for other in others):  # as of a cache
             return first[None], first[None]
         if self.is_same and len({*shapes[0].values(), *shapes[1].values()}) == 1:
             return torch.stack([*a.values()]), torch.stack([*b.values()])
-        return f"no dimensions of rows and tokens in {_shapes(*shapes)}"
+        return f"no dimensions of rows and tokens in {_shapes_text(*shapes)}"
 
     def _common_readings(self, a: Shapes, b: Shapes) -> set[Reading]:
         """Return the readings that fit all passes of both; those of rows if none of tokens does."""
-        of_sides = self._readings(0, a), self._readings(1, b)
+        of_sides = self._fitting_readings(0, a), self._fitting_readings(1, b)
         fitting = of_sides[0] & of_sides[1]
         of_tokens = {reading for reading in fitting if reading.axes != ROW}
         if {reading.axes for reading in of_tokens} == {NO_ROW}:
@@ -163,7 +171,7 @@ class Alignment:
         has_tokens = any(reading.axes not in (ROW, NO_ROW) for reading in set.union(*of_sides))
         return of_tokens if of_tokens or has_tokens else fitting
 
-    def _readings(self, side: int, shapes: Shapes) -> set[Reading]:
+    def _fitting_readings(self, side: int, shapes: Shapes) -> set[Reading]:
         sets = [
             {
                 Reading(stream, axes)
@@ -174,13 +182,13 @@ class Alignment:
         ]
         return set.intersection(*sets) if sets else set()
 
-    def _take_common(
+    def _take_common_tokens(
         self, tensors: tuple[ByPass, ByPass], readings: tuple[Reading, Reading]
     ) -> tuple[Tensor, Tensor] | str:
         """Take the tokens that both values have."""
         sides = []
         for side, (by_pass, reading) in enumerate(zip(tensors, readings, strict=True)):
-            values = self._join(side, by_pass, reading)
+            values = self._join_tokens_of_passes(side, by_pass, reading)
             if isinstance(values, str):
                 return values
             sides.append(values)
@@ -189,7 +197,9 @@ class Alignment:
             first, second = (next(iter(by_pass.values())).shape for by_pass in tensors)
             return f"shapes {list(first)} and {list(second)}"
         in_both = in_a & in_b
-        is_cut = any(self._has_last_logits(side, by_pass) for side, by_pass in enumerate(tensors))
+        is_cut = any(
+            self._has_logits_of_last_tokens(side, by_pass) for side, by_pass in enumerate(tensors)
+        )
         self.n_alone = 0 if is_cut else int((in_a ^ in_b).sum())
         if not bool(in_both.any()):
             return "the two have no token in common"
@@ -197,12 +207,14 @@ class Alignment:
             return a, b
         return a[in_both.to(a.device)], b[in_both.to(b.device)]
 
-    def _has_last_logits(self, side: int, numbers: Iterable[int]) -> bool:
+    def _has_logits_of_last_tokens(self, side: int, numbers: Iterable[int]) -> bool:
         """Tell whether a model was asked for the logits of the last tokens alone."""
         of_passes = (self.places[side][number].values() for number in numbers)
         return any(places.n_kept for streams in of_passes for places in streams)
 
-    def _join(self, side: int, by_pass: ByPass, reading: Reading) -> tuple[Tensor, Tensor] | str:
+    def _join_tokens_of_passes(
+        self, side: int, by_pass: ByPass, reading: Reading
+    ) -> tuple[Tensor, Tensor] | str:
         """Join the tokens of all passes in the common order, with a mark for each that is there."""
         parts = []
         for number, stored in by_pass.items():
@@ -232,11 +244,13 @@ class Alignment:
             return joined, is_there
         origins = self.origins[side]
         if reading.axes != ROW:
-            origins = self.spans[reading.stream].same_token_places(origins)
+            origins = self.spans[reading.stream].places_in_other_sequences(origins)
         return joined[origins.to(joined.device)], is_there[origins]
 
 
-def align(a: Tokens, b: Tokens, *, with_copies: bool = False) -> Alignment | str:
+def align_tokens(
+    a: LocatedTokens, b: LocatedTokens, *, with_copies: bool = False
+) -> Alignment | str:
     """Match the sequences of two recordings by their tokens.
 
     Args:
@@ -264,25 +278,28 @@ def align(a: Tokens, b: Tokens, *, with_copies: bool = False) -> Alignment | str
     ours, theirs = zip(*pairs, strict=True)
     alone = [*_unmatched_text("a", a, ours), *_unmatched_text("b", b, theirs)]
     notes += alone
-    is_cut = any(_spans_passes(tokens) for tokens in (a, b))
-    spans = {stream: Span.of(counts, is_cut=is_cut) for stream, counts in lengths.items()}
+    is_cut = any(_has_sequence_in_several_passes(tokens) for tokens in (a, b))
+    spans = {
+        stream: SequenceSpans.from_lengths(counts, is_cut=is_cut)
+        for stream, counts in lengths.items()
+    }
     places = _common_places(a, ours, spans), _common_places(b, theirs, spans)
     alignment = Alignment(
-        places, spans, len(pairs), agree_on(*places, "tokens", "rows"), notes=notes,
+        places, spans, len(pairs), have_equal_tensors(*places, "tokens", "rows"), notes=notes,
         covers_all=not lengths_differ and not alone, origins=_first_equal_pairs(pairs),
     )  # fmt: skip
     alignment.positions = _position_difference(a, b, alignment)
     return alignment
 
 
-def _unmatched_text(name: str, tokens: Tokens, matched: Collection[int]) -> list[str]:
+def _unmatched_text(name: str, tokens: LocatedTokens, matched: Collection[int]) -> list[str]:
     """Say which sequences of a recording have no counterpart."""
     rows = [str(row) for row in range(len(tokens.contents)) if row not in matched]
     sequences = plural(len(rows), "sequence")
     return [f"{sequences} only in {name}: {listed(rows, _MOST_SHOWN)}"] if rows else []
 
 
-def _match_sequences(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]:
+def _match_sequences(a: LocatedTokens, b: LocatedTokens) -> tuple[list[tuple[int, int]], bool]:
     """Pair the sequences with equal tokens, then those of which one begins with the other.
 
     Returns:
@@ -294,10 +311,10 @@ def _match_sequences(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]
         return [(row, row) for row in range(len(a.contents))] if are_alike else [], False
     free: dict[tuple[Hashable, ...], list[int]] = {}
     for number, streams in enumerate(b.contents):
-        free.setdefault(_match_key(streams), []).append(number)
+        free.setdefault(_sequence_key(streams), []).append(number)
     pairs: dict[int, int] = {}
     for number, streams in enumerate(a.contents):
-        same = free.get(_match_key(streams))
+        same = free.get(_sequence_key(streams))
         if same:
             pairs[number] = same.pop(0)
     left = {*range(len(b.contents))} - {*pairs.values()}
@@ -309,10 +326,12 @@ def _match_sequences(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]
     return sorted(pairs.items()), True
 
 
-def _add_copies(a: Tokens, b: Tokens, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _add_copies(
+    a: LocatedTokens, b: LocatedTokens, pairs: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
     """Pair the sequences that are left with equal ones that have a counterpart already."""
     matched = [{pair[side] for pair in pairs} for side in (0, 1)]
-    keys = [[_match_key(streams) for streams in tokens.contents] for tokens in (a, b)]
+    keys = [[_sequence_key(streams) for streams in tokens.contents] for tokens in (a, b)]
     first_a = {keys[0][ours]: ours for ours, _ in reversed(pairs)}
     first_b = {keys[1][theirs]: theirs for _, theirs in reversed(pairs)}
     more = [
@@ -340,7 +359,7 @@ def _first_equal_pairs(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | 
     return first, second
 
 
-def _match_key(streams: _Streams) -> tuple[Hashable, ...]:
+def _sequence_key(streams: _Streams) -> tuple[Hashable, ...]:
     return tuple((stream, tuple(contents)) for stream, contents in sorted(streams.items()))
 
 
@@ -352,7 +371,7 @@ def _share_prefix(a: _Streams, b: _Streams) -> bool:
 
 
 def _common_lengths(
-    a: Tokens, b: Tokens, pairs: list[tuple[int, int]]
+    a: LocatedTokens, b: LocatedTokens, pairs: list[tuple[int, int]]
 ) -> tuple[dict[str, list[int]], list[str]]:
     """Count the common tokens of each pair in each stream, and note where one is longer."""
     streams = dict.fromkeys(
@@ -377,7 +396,7 @@ def _common_lengths(
     return lengths, [text]
 
 
-def _count_tokens(tokens: Tokens) -> Counter[tuple[int, str]]:
+def _count_tokens(tokens: LocatedTokens) -> Counter[tuple[int, str]]:
     """Count the tokens of each sequence and stream."""
     return Counter(
         (owner, stream)
@@ -387,7 +406,7 @@ def _count_tokens(tokens: Tokens) -> Counter[tuple[int, str]]:
     )
 
 
-def _spans_passes(tokens: Tokens) -> bool:
+def _has_sequence_in_several_passes(tokens: LocatedTokens) -> bool:
     """Tell whether a sequence lies in several passes."""
     of_passes = [
         {owner for grid in grids.values() for owner in grid.owner[grid.owner >= 0].tolist()}
@@ -396,20 +415,22 @@ def _spans_passes(tokens: Tokens) -> bool:
     return sum(map(len, of_passes)) > len(set[int]().union(*of_passes))
 
 
-def _common_places(tokens: Tokens, sequences: Sequence[int], spans: Mapping[str, Span]) -> Layout:
+def _common_places(
+    tokens: LocatedTokens, sequences: Sequence[int], spans: Mapping[str, SequenceSpans]
+) -> Layout:
     """Return where the tokens of a recording go in the common order of its sequences."""
     number = torch.full((len(tokens.contents) + 1,), -1, device="cpu")  # the last is for padding
     for place, sequence in reversed([*enumerate(sequences)]):  # of copies, the first
         number[sequence] = place
 
-    def placed(owner: Tensor, order: Tensor, span: Span) -> Tensor:
+    def placed(owner: Tensor, order: Tensor, span: SequenceSpans) -> Tensor:
         sequence = number[owner]
         is_common = (sequence >= 0) & (order >= 0) & (order < span.lengths[sequence])
         return torch.where(is_common, span.starts[sequence] + order, -1)
 
     return {
         in_pass: {
-            stream: Places(
+            stream: TokenPlaces(
                 placed(grid.owner, grid.order, spans[stream]),
                 placed(grid.key_owner, grid.key_order, spans[stream]),
                 number[grid.row_owner],
@@ -421,7 +442,7 @@ def _common_places(tokens: Tokens, sequences: Sequence[int], spans: Mapping[str,
     }
 
 
-def agree_on(
+def have_equal_tensors(
     a: Mapping[int, Mapping[str, Any]], b: Mapping[int, Mapping[str, Any]], *names: str
 ) -> bool:
     """Tell whether two recordings have equal tensors of these names in all passes and streams."""
@@ -436,7 +457,7 @@ def agree_on(
     )
 
 
-def _position_difference(a: Tokens, b: Tokens, alignment: Alignment) -> str:
+def _position_difference(a: LocatedTokens, b: LocatedTokens, alignment: Alignment) -> str:
     """Say how the positions of common tokens differ."""
     for stream, span in alignment.spans.items():
         ours, theirs = (
@@ -454,7 +475,9 @@ def _position_difference(a: Tokens, b: Tokens, alignment: Alignment) -> str:
     return ""
 
 
-def _positions_in_order(tokens: Tokens, places: Layout, stream: str, n_places: int) -> Tensor:
+def _positions_in_order(
+    tokens: LocatedTokens, places: Layout, stream: str, n_places: int
+) -> Tensor:
     """Return the positions of a stream's tokens in the common order; -1 where there is none."""
     positions = torch.full((n_places,), -1, device="cpu")
     for number, grids in tokens.grids.items():
@@ -464,7 +487,7 @@ def _positions_in_order(tokens: Tokens, places: Layout, stream: str, n_places: i
     return positions
 
 
-def _first_tokens_text(a: Tokens, b: Tokens) -> str:
+def _first_tokens_text(a: LocatedTokens, b: LocatedTokens) -> str:
     """Show how the first sequences of two recordings begin."""
     texts = []
     for name, tokens in (("a", a), ("b", b)):
@@ -475,7 +498,7 @@ def _first_tokens_text(a: Tokens, b: Tokens) -> str:
     return f" ({'; '.join(texts)})" if len(texts) == 2 else ""
 
 
-def _are_same_pairs(a: tuple[Tensor, Tensor] | str, b: tuple[Tensor, Tensor] | str) -> bool:
+def _are_equal_pairs(a: tuple[Tensor, Tensor] | str, b: tuple[Tensor, Tensor] | str) -> bool:
     if isinstance(a, str) or isinstance(b, str):
         return False
     return all(
@@ -490,7 +513,7 @@ def shapes_of(by_pass: ByPass) -> Shapes:
     return {number: tuple(tensor.shape) for number, tensor in by_pass.items()}
 
 
-def _shapes(a: Shapes, b: Shapes) -> str:
+def _shapes_text(a: Shapes, b: Shapes) -> str:
     both = [
         " and ".join(dict.fromkeys(str(list(shape)) for shape in side.values())) for side in (a, b)
     ]

@@ -32,7 +32,7 @@ class Reading(NamedTuple):
 
 
 @final
-class Places(NamedTuple):
+class TokenPlaces(NamedTuple):
     """Place the tokens of a stream and pass in the common order; -1 for those without a place."""
 
     tokens: Tensor  # the place of each token, shape `(rows, tokens)`
@@ -85,7 +85,7 @@ class Places(NamedTuple):
         is_placed = places >= 0
         return value[is_placed.to(value.device)], places[is_placed]
 
-    def take_attention_pairs(self, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    def take_attention_pairs(self, value: Tensor, span: SequenceSpans) -> tuple[Tensor, Tensor]:
         """Take the pairs of tokens and keys of one sequence out of a value.
 
         Returns:
@@ -108,7 +108,7 @@ class Places(NamedTuple):
 
 
 @final
-class Span(NamedTuple):
+class SequenceSpans(NamedTuple):
     """The sequences in the common order of tokens."""
 
     sequence: Tensor  # the number of the sequence of each place
@@ -117,13 +117,13 @@ class Span(NamedTuple):
     is_cut: bool  # whether a sequence lies in several passes, so that a token has no later keys
 
     @classmethod
-    def of(cls, counts: list[int], *, is_cut: bool) -> Span:
+    def from_lengths(cls, counts: list[int], *, is_cut: bool) -> SequenceSpans:
         """Lay sequences of so many tokens one behind the other."""
         lengths = torch.tensor(counts, dtype=torch.long, device="cpu")
         sequence = torch.arange(len(counts), device="cpu").repeat_interleave(lengths)
         return cls(sequence, lengths.cumsum(0) - lengths, lengths, is_cut)
 
-    def same_token_places(self, sequences: Tensor) -> Tensor:
+    def places_in_other_sequences(self, sequences: Tensor) -> Tensor:
         """Return for each place that of the same token of another sequence.
 
         Args:

@@ -11,16 +11,16 @@ from hookline.display.text import listed
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import HooklineError
 from hookline.recordings.gather_and_reduce import OPS, reduce_saved_ranks
-from hookline.verbs.compare.compare_by_token import Passes
+from hookline.verbs.compare.compare_by_token import ValuesByPass
 from hookline.verbs.compare.comparison import QUIET, ComparedSite
-from hookline.verbs.compare.join_ranks import Unjoined
+from hookline.verbs.compare.join_ranks import UnjoinedValue
 
 Values = tuple[Any, Any]
 _MOST_NAMED = 4
 
 
 @final
-class SplitPair:
+class UnjoinedPair:
     """A pair of values, of which at least one is of ranks that could not be joined.
 
     Attributes:
@@ -33,19 +33,19 @@ class SplitPair:
         self._side = 0 if unjoined[0] else 1
         self._by_pass = unjoined[self._side]
         self._is_of_both = all(unjoined)
-        self.first: Unjoined = next(iter(self._by_pass.values()))
+        self.first: UnjoinedValue = next(iter(self._by_pass.values()))
 
     @property
     def other(self) -> Any:
         """The value beside it, in its first pass."""
         value = self._values[1 - self._side]
-        return next(iter(value.values.values())) if isinstance(value, Passes) else value
+        return next(iter(value.values.values())) if isinstance(value, ValuesByPass) else value
 
     @property
     def have_same_ranks(self) -> bool:
         """Tell whether both values are of the same ranks, so that each has a counterpart."""
         a, b = self._values
-        if not isinstance(a, Unjoined) or not isinstance(b, Unjoined):
+        if not isinstance(a, UnjoinedValue) or not isinstance(b, UnjoinedValue):
             return False
         return a.parts.keys() == b.parts.keys() and a.is_whole and b.is_whole
 
@@ -59,12 +59,12 @@ class SplitPair:
         for number, unjoined in self._by_pass.items():
             for rank, part in unjoined.parts.items():
                 a, b = self._replace_values({number: part})
-                yield rank, (a, b.parts[rank] if isinstance(b, Unjoined) else b)
+                yield rank, (a, b.parts[rank] if isinstance(b, UnjoinedValue) else b)
 
     def joined_passes(self) -> Values | None:
         """Return the passes whose values could be joined; None if there are none."""
         value = self._values[self._side]
-        passes = value.values if isinstance(value, Passes) else {}
+        passes = value.values if isinstance(value, ValuesByPass) else {}
         joined = {number: part for number, part in passes.items() if number not in self._by_pass}
         return self._replace_values(joined) if joined else None
 
@@ -82,13 +82,13 @@ class SplitPair:
     def _replace_values(self, values: Mapping[int, Any]) -> Values:
         """Return the pair with other values of the side, by pass."""
         a, b = self._values
-        is_by_pass = isinstance(self._values[self._side], Passes)
-        new = Passes(values) if is_by_pass else next(iter(values.values()))
+        is_by_pass = isinstance(self._values[self._side], ValuesByPass)
+        new = ValuesByPass(values) if is_by_pass else next(iter(values.values()))
         return (a, new) if self._side else (new, b)
 
 
 def compare_by_rank(
-    parts: SplitPair, judge: Callable[[Values], dict[Leaf, ComparedSite]], row: ComparedSite
+    parts: UnjoinedPair, judge: Callable[[Values], dict[Leaf, ComparedSite]], row: ComparedSite
 ) -> list[ComparedSite]:
     """Compare the value of each rank with the other side's.
 
@@ -110,7 +110,7 @@ def compare_by_rank(
     are_near = [_are_within_noise(rows.values()) for _, rows in by_rank]
     if parts.may_be_copies and not all(are_near):
         ops = ["sum"] if any(are_near) else OPS
-        op = next((op for op in ops if _fits(parts, op, judge)), None)
+        op = next((op for op in ops if _does_reduction_fit(parts, op, judge)), None)
         if op is not None or not any(are_near):
             why = parts.first.why(parts.other, op, may_be_copies=any(are_near))
             return [replace(row, why=why)]
@@ -118,11 +118,14 @@ def compare_by_rank(
     by_rank += [] if alone is None else [(None, judge(alone))]
     leaves = dict.fromkeys(leaf for _, rows in by_rank for leaf in rows)
     return [
-        _worst([(rank, rows[leaf]) for rank, rows in by_rank if leaf in rows]) for leaf in leaves
+        _worst_row([(rank, rows[leaf]) for rank, rows in by_rank if leaf in rows])
+        for leaf in leaves
     ]
 
 
-def _fits(parts: SplitPair, op: str, judge: Callable[[Values], dict[Leaf, ComparedSite]]) -> bool:
+def _does_reduction_fit(
+    parts: UnjoinedPair, op: str, judge: Callable[[Values], dict[Leaf, ComparedSite]]
+) -> bool:
     values = parts.reduced(op)
     return values is not None and _are_within_noise(judge(values).values())
 
@@ -131,12 +134,14 @@ def _are_within_noise(rows: Collection[ComparedSite]) -> bool:
     return bool(rows) and all(row.verdict in QUIET for row in rows)
 
 
-def _worst(rows: list[tuple[int | None, ComparedSite]]) -> ComparedSite:
+def _worst_row(rows: list[tuple[int | None, ComparedSite]]) -> ComparedSite:
     """Return the worst row of all ranks; it names those that differ."""
     odd = [(rank, row) for rank, row in rows if row.verdict not in QUIET]
     if not odd:
-        return max((row for _, row in rows), key=_error)
-    rank, worst = max(odd, key=lambda pair: (pair[1].verdict == "differs", _error(pair[1])))
+        return max((row for _, row in rows), key=_relative_error)
+    rank, worst = max(
+        odd, key=lambda pair: (pair[1].verdict == "differs", _relative_error(pair[1]))
+    )
     if rank is None:
         return worst
     ranks = [str(other) for other, _ in odd if other is not None]
@@ -144,16 +149,16 @@ def _worst(rows: list[tuple[int | None, ComparedSite]]) -> ComparedSite:
     return replace(worst, why=f"{name}: {worst.why}")
 
 
-def _error(row: ComparedSite) -> float:
+def _relative_error(row: ComparedSite) -> float:
     return math.inf if row.relative is None else row.relative
 
 
-def split_pair(values: Values) -> SplitPair | None:
+def find_unjoined_pair(values: Values) -> UnjoinedPair | None:
     """Return a pair of values with parts that could not be joined; None if all are joined."""
-    return SplitPair(values) if any(map(_unjoined_by_pass, values)) else None
+    return UnjoinedPair(values) if any(map(_unjoined_by_pass, values)) else None
 
 
-def _unjoined_by_pass(value: Any) -> dict[int, Unjoined]:
+def _unjoined_by_pass(value: Any) -> dict[int, UnjoinedValue]:
     """Return what could not be joined, by pass."""
-    passes = value.values if isinstance(value, Passes) else {0: value}
-    return {number: part for number, part in passes.items() if isinstance(part, Unjoined)}
+    passes = value.values if isinstance(value, ValuesByPass) else {0: value}
+    return {number: part for number, part in passes.items() if isinstance(part, UnjoinedValue)}
