@@ -31,7 +31,7 @@ from hookline.engine.report.why_silent import (
     uncalled_operation_reason,
 )
 from hookline.verbs.doctor.diagnosis import SiteVerdict
-from hookline.verbs.doctor.observe import Observations, Use
+from hookline.verbs.doctor.observe import DirectUse, Observations
 from hookline.verbs.doctor.trial_run import SiteValue, TrialRun, fault_and_fix
 
 NO_INPUTS = Why("no inputs given", "give some: hl.doctor(model, inputs)")
@@ -217,7 +217,7 @@ def _not_reached(site: Site, node: Any, facts: Facts) -> Why | None:
     )
 
 
-def _where_used(use: Use) -> str:
+def _where_used(use: DirectUse) -> str:
     within = f" in {use.within}" if use.within else ""
     return within + (f" ({use.where})" if use.where else "")
 

@@ -142,7 +142,7 @@ class Diagnosis(Result):
         environment = "; ".join(f"{name} {value}" for name, value in self.environment.items())
         return Printout(
             title="hl.doctor",
-            head=_head(self),
+            head=_head_text(self),
             headings=_HEADINGS,
             rows=rows[:_N_ROWS],
             totals=[(note.about, _with_remedy(note.what, note.remedy)) for note in self.notes],
@@ -159,7 +159,7 @@ _N_ROWS = 24
 _HEADINGS = Heading("site", "path"), Heading("verdict"), Heading("why, and what to do", "prose")
 
 
-def _head(diagnosis: Diagnosis) -> str:
+def _head_text(diagnosis: Diagnosis) -> str:
     n_never = sum(verdict.calls == 0 for verdict in diagnosis.sites)
     n_unknown = sum(verdict.calls is None for verdict in diagnosis.sites)
     n_fire = len(diagnosis.sites) - n_never - n_unknown

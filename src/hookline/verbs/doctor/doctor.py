@@ -155,13 +155,15 @@ def _gather_facts(model: nn.Module, inputs: Any, selection: Selection, facts: Fa
     is_eager = not any(is_compiled(module) for module in model.modules())
     can_observe = is_eager and sys.getprofile() is None  # a thread has one profiling function
     if can_observe:
-        facts.observations = _observe(model, inputs, facts.nodes)
+        facts.observations = _observe_run(model, inputs, facts.nodes)
     facts.run = run_with_hooks(model, selection, inputs)
     if can_observe and not facts.run.failure:
-        _observe_silent(model, inputs, selection, facts)
+        _investigate_silent_modules(model, inputs, selection, facts)
 
 
-def _observe_silent(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
+def _investigate_silent_modules(
+    model: nn.Module, inputs: Any, selection: Selection, facts: Facts
+) -> None:
     """Find out whether modules that were not called are used by weight, or in the other mode."""
     ran = facts.observations.ran
     modules = {path: id(node.module) for node in facts.nodes for path in node.paths}
@@ -172,24 +174,28 @@ def _observe_silent(model: nn.Module, inputs: Any, selection: Selection, facts: 
         if not fired.get(site)
     }
     idle = silent - ran
-    facts.differing = _find_differing_module(selection, facts, ran)
+    facts.differing = _find_module_differing_with_hooks(selection, facts, ran)
     if silent and facts.differing is None:
-        facts.differing = _differing(facts.nodes, ran, _observe(model, inputs, facts.nodes))
+        facts.differing = _module_called_in_one_run_only(
+            facts.nodes, ran, _observe_run(model, inputs, facts.nodes)
+        )
     if not idle or facts.differing is not None:
         return
     with restore_after_run(model), WeightUses(facts.nodes, facts.observations):
-        _call_silently(model, inputs)
+        _call_ignoring_errors(model, inputs)
     if not facts.observations.fast:  # torch's function mode switches them off
         facts.differing = next((node for node in facts.nodes if _newly_called(node, facts)), None)
     if facts.differing is None and idle - facts.observations.used.keys():
-        flipped = _observe(model, inputs, facts.nodes, flip=True)
+        flipped = _observe_run(model, inputs, facts.nodes, flip=True)
         facts.other_mode = flipped.ran - ran
         if facts.other_mode & idle:
-            again = _observe(model, inputs, facts.nodes, flip=True)
-            facts.differing = _differing(facts.nodes, flipped.ran, again)
+            again = _observe_run(model, inputs, facts.nodes, flip=True)
+            facts.differing = _module_called_in_one_run_only(facts.nodes, flipped.ran, again)
 
 
-def _differing(nodes: list[ModuleNode], ran: set[int], again: Observations) -> ModuleNode | None:
+def _module_called_in_one_run_only(
+    nodes: list[ModuleNode], ran: set[int], again: Observations
+) -> ModuleNode | None:
     """Find a module that was called in one of two runs alone."""
     ran_again = again.ran
     keys = ((node, id(node.module)) for node in nodes)
@@ -202,7 +208,9 @@ def _newly_called(node: ModuleNode, facts: Facts) -> bool:
     return use is not None and use.within == node.path and id(node.module) not in has_run
 
 
-def _find_differing_module(selection: Selection, facts: Facts, ran: set[int]) -> ModuleNode | None:
+def _find_module_differing_with_hooks(
+    selection: Selection, facts: Facts, ran: set[int]
+) -> ModuleNode | None:
     """Find a selected module that was called in the hooked run or in that without hooks alone."""
     run = facts.run
     if run is None or facts.observations.fast:  # hooks switch torch's fast paths off
@@ -217,7 +225,7 @@ def _find_differing_module(selection: Selection, facts: Facts, ran: set[int]) ->
     return None
 
 
-def _observe(
+def _observe_run(
     model: nn.Module, inputs: Any, nodes: list[ModuleNode], *, flip: bool = False
 ) -> Observations:
     with restore_after_run(model):
@@ -226,11 +234,11 @@ def _observe(
             for module in model.modules():
                 module.training = not is_training
         with observe_calls(nodes) as observations:
-            _call_silently(model, inputs)
+            _call_ignoring_errors(model, inputs)
     return observations
 
 
-def _call_silently(model: nn.Module, inputs: Any) -> None:
+def _call_ignoring_errors(model: nn.Module, inputs: Any) -> None:
     # The hooked run raises the same error and reports it.
     with contextlib.suppress(Exception):
         call_model(model, copy_inputs(inputs))

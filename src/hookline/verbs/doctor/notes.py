@@ -61,7 +61,7 @@ def environment(model: nn.Module) -> dict[str, str]:
         "python": platform.python_version(),
         "mode": "mixed" if len(modes) > 1 else "training" if model.training else "eval",
         "gradients": "on" if torch.is_grad_enabled() else grads,
-        "autocast": _autocast(tensors),
+        "autocast": _autocast_text(tensors),
         "parameters": ", ".join([*_torch_names(t.device for t in tensors),
                                  *_torch_names(p.dtype for p in model.parameters())]) or "none",
         "default device": str(torch.get_default_device()),
@@ -140,7 +140,7 @@ def _fast_path(facts: Facts) -> Iterator[Note]:
     if texts:
         yield Note(
             "fast path",
-            f"torch runs each of {_few_of(texts)} as one operation. A line on a module inside"
+            f"torch runs each of {_list_few(texts)} as one operation. A line on a module inside"
             " switches this off while it lasts, so the last bits of the numbers may differ",
             "call torch.backends.mha.set_fastpath_enabled(False) for the same numbers with and"
             " without a line",
@@ -153,7 +153,7 @@ def _foreign_hooks(model: nn.Module, facts: Facts) -> Iterator[Note]:
         texts = [f"{h.kind} {h.function} on {path_text(h.path)} ({h.owner})" for h in hooks]
         yield Note(
             "other hooks",
-            f"{plural(len(hooks), 'hook')} of other code: {_few_of(texts)}",
+            f"{plural(len(hooks), 'hook')} of other code: {_list_few(texts)}",
             "expect values after these hooks; hl.inventory(model) lists them with file and line",
         )
     replacing = [
@@ -164,7 +164,7 @@ def _foreign_hooks(model: nn.Module, facts: Facts) -> Iterator[Note]:
     if replacing:
         yield Note(
             "other hooks",
-            f"{_few_of(replacing)} returned a value, which replaces the module's output or input",
+            f"{_list_few(replacing)} returned a value, which replaces the module's output or input",
             "return None in that hook, if the replacement is not meant",
         )
     backward = [path_text(hook.path) for hook in hooks if hook.kind.startswith("backward")]
@@ -172,8 +172,8 @@ def _foreign_hooks(model: nn.Module, facts: Facts) -> Iterator[Note]:
     if backward and in_place:
         yield Note(
             "other hooks",
-            f"full backward hooks are on {_few_of(backward)}: torch raises if an in-place module"
-            f" ({_few_of(in_place)}) gets the output of such a module",
+            f"full backward hooks are on {_list_few(backward)}: torch raises if an in-place module"
+            f" ({_list_few(in_place)}) gets the output of such a module",
             "use hl.attach(model), line.backward(...), or grad_output sites instead",
         )
 
@@ -212,7 +212,7 @@ def _devices_and_dtypes(model: nn.Module) -> Iterator[Note]:
     elif len(devices) > 1:
         yield Note(
             "devices",
-            f"parameters and buffers are on several: {_few_of(list(devices))}",
+            f"parameters and buffers are on several: {_list_few(list(devices))}",
             "give hl.record(..., device='cpu') to keep values on one",
         )
     dtypes = Counter(
@@ -232,7 +232,7 @@ def _shared_modules(verdicts: list[SiteVerdict]) -> Iterator[Note]:
         texts = [f"{site.path} is also {', '.join(site.aliases[:2])}" for site in sites.values()]
         yield Note(
             "shared",
-            f"{_few_of(texts)}: one module, so one site; its gradient is the sum over all uses",
+            f"{_list_few(texts)}: one module, so one site; its gradient is the sum over all uses",
             "select it by any of its paths; run.calls(path) tells the uses apart",
         )
 
@@ -242,8 +242,8 @@ def _recurrent_layers(nodes: list[ModuleNode]) -> Iterator[Note]:
     if layers:
         yield Note(
             "recurrent",
-            f"the steps and gates of {_few_of(layers)} run inside one operation, so only the inputs"
-            " and outputs of the whole are seen",
+            f"the steps and gates of {_list_few(layers)} run inside one operation, so only the"
+            " inputs and outputs of the whole are seen",
             "use a loop over nn.LSTMCell, GRUCell or RNNCell to see each step",
         )
 
@@ -261,7 +261,7 @@ def _structured_outputs(verdicts: list[SiteVerdict], facts: Facts) -> Iterator[N
     if texts:
         yield Note(
             "structures",
-            f"{_few_of(texts)}: hl.edits and functions of one tensor do not take such a value",
+            f"{_list_few(texts)}: hl.edits and functions of one tensor do not take such a value",
             f"select a part, {example!r}" if example else "select a part of it by its keys",
         )
 
@@ -282,7 +282,7 @@ def _backward_and_profiler(facts: Facts) -> Iterator[Note]:
                    "call hl.doctor without the profiler")  # fmt: skip
 
 
-def _autocast(tensors: list[Any]) -> str:
+def _autocast_text(tensors: list[Any]) -> str:
     kinds = sorted({"cpu", *(tensor.device.type for tensor in tensors)} - {"meta"})
     on = filter(torch.is_autocast_enabled, kinds)
     return (
@@ -295,6 +295,6 @@ def _torch_names(values: Iterable[Any]) -> list[str]:
     return list(dict.fromkeys(name_without_torch(value) for value in values))
 
 
-def _few_of(texts: list[str]) -> str:
+def _list_few(texts: list[str]) -> str:
     more = len(texts) - _N_SHOWN
     return ", ".join(texts[:_N_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -37,7 +37,7 @@ _OURS = str(Path(__file__).parents[2])
 _HIGHEST = 25  # the most frames between a module's call and its forward: decorators
 
 
-class Use(NamedTuple):
+class DirectUse(NamedTuple):
     """An action that bypassed a module's call: the operation, the calling module, and the line."""
 
     by: str
@@ -52,13 +52,13 @@ class Observations:
 
     called: set[int] = field(default_factory=set)  # the modules that were called through `__call__`
     # The modules whose forward was called directly, and the caller.
-    direct: dict[int, Use] = field(default_factory=dict)
+    direct: dict[int, DirectUse] = field(default_factory=dict)
     # The modules of `direct` whose class has a `__call__` of its own.
     overridden: set[int] = field(default_factory=set)
     # The modules that torch ran as one operation, with their kind.
     fast: dict[int, str] = field(default_factory=dict)
     # The modules whose own parameters an operation used, and the operation.
-    used: dict[int, Use] = field(default_factory=dict)
+    used: dict[int, DirectUse] = field(default_factory=dict)
     # The code of the foreign hooks that returned a value.
     replacing: set[CodeType] = field(default_factory=set)
 
@@ -72,7 +72,7 @@ class Observations:
 def observe_calls(nodes: list[ModuleNode]) -> Iterator[Observations]:
     """Observe the modules that run in the block, in this thread; no profiler may be on."""
     observations = Observations()
-    sys.setprofile(_Watcher(nodes, observations))
+    sys.setprofile(_CallProfiler(nodes, observations))
     try:
         yield observations
     finally:
@@ -80,7 +80,7 @@ def observe_calls(nodes: list[ModuleNode]) -> Iterator[Observations]:
 
 
 @final
-class _Watcher:
+class _CallProfiler:
     """The profiling function: note calls, direct forwards, fused operations and hooks' results."""
 
     def __init__(self, nodes: list[ModuleNode], observations: Observations) -> None:
@@ -96,7 +96,7 @@ class _Watcher:
             if code.co_name == _CALL:
                 self._observations.called.add(id(frame.f_locals.get("self")))
             elif code in self._forwards:
-                self._note_forward(frame)
+                self._record_direct_forward(frame)
         elif event == "return":
             if arg is not None and code in self._hooks:
                 self._observations.replacing.add(code)
@@ -105,7 +105,7 @@ class _Watcher:
             if module is not None:
                 self._observations.fast[id(module)] = _FAST[arg.__name__]
 
-    def _note_forward(self, frame: FrameType) -> None:
+    def _record_direct_forward(self, frame: FrameType) -> None:
         names = frame.f_code.co_varnames
         module = frame.f_locals.get(names[0]) if names else None
         if id(module) not in self._paths or id(module) in self._observations.direct:
@@ -121,7 +121,7 @@ class _Watcher:
         if has_own_call:
             self._observations.overridden.add(id(module))
         within = _calling_module(frame.f_back, self._paths)
-        self._observations.direct[id(module)] = Use(
+        self._observations.direct[id(module)] = DirectUse(
             "forward", self._paths.get(id(within), ""), _user_line(frame.f_back)
         )
 
@@ -150,10 +150,10 @@ class WeightUses(TorchFunctionMode):
             parts = value if isinstance(value, list | tuple) else (value,)
             for part in parts:
                 if isinstance(part, Tensor) and id(part) in self._owners:
-                    self._note_use(func, part, result)
+                    self._record_use(func, part, result)
         return result
 
-    def _note_use(self, func: Any, parameter: Tensor, result: Any) -> None:
+    def _record_use(self, func: Any, parameter: Tensor, result: Any) -> None:
         if next(tree.tensors(result), None) is None:
             return  # its shape or dtype was read
         frame = sys._getframe(2)
@@ -162,7 +162,7 @@ class WeightUses(TorchFunctionMode):
         if name == "__get__":
             name = f".{getattr(getattr(func, '__self__', None), '__name__', 'data')}"
         for owner in self._owners[id(parameter)]:
-            self._observations.used.setdefault(owner, Use(name, within, _user_line(frame)))
+            self._observations.used.setdefault(owner, DirectUse(name, within, _user_line(frame)))
 
 
 def foreign_hooks(nodes: list[ModuleNode]) -> Iterator[tuple[str, str, CodeType]]:

@@ -66,7 +66,7 @@ class SiteValue:
         """Tell whether any of the tensors was written to after the call."""
         return any(counter._version != before for counter, before in self.versions)
 
-    def note(self, value: Any, *, is_compiled: bool) -> None:
+    def record_facts(self, value: Any, *, is_compiled: bool) -> None:
         """Note the facts about a value."""
         tensors = [tensor for _, tensor in tree.tensors(value)]
         self.versions += [
@@ -126,7 +126,7 @@ def run_with_hooks(model: nn.Module, selection: Selection, inputs: Any) -> Trial
         run = TrialRun(refused=refused)
         if not left:
             return run
-        error = _run(model, left, inputs, run)
+        error = _run_once_with_hooks(model, left, inputs, run)
         if error is None:
             return run
         site = next((site for site, _ in left if _raised_at(site, error)), None)
@@ -141,7 +141,7 @@ def _raised_at(site: Site, error: HooklineError) -> bool:
     return str(error).startswith(f"{site}: ") or any(f"the hook at {site} (" in n for n in notes)
 
 
-def _raise_hookline_error(error: BaseException | None) -> None:
+def _reraise_hookline_error(error: BaseException | None) -> None:
     """Raise the line's own error, also if dynamo has wrapped it in another."""
     while error is not None:
         if isinstance(error, HooklineError):
@@ -155,20 +155,22 @@ def fault_and_fix(error: HooklineError) -> tuple[str, str]:
     return fault, remedy
 
 
-def _run(
+def _run_once_with_hooks(
     model: nn.Module, places: list[SitedNode], inputs: Any, run: TrialRun
 ) -> HooklineError | None:
     """Run a model with sites hooked. Return the error that the line itself raised."""
     line = Line(model, name="doctor")
     line.options.quiet = line.options.lenient = True
     selection = Selection(line.module_tree, places)
-    forward_selection = Selection(line.module_tree, _forward_places(places))
+    forward_selection = Selection(line.module_tree, _forward_sites(places))
     try:
         with restore_after_run(model), line:
             line.attach_taps(selection, _bind_no_op, Order.RECORD)
             if len(forward_selection):
                 line.attach_taps(
-                    forward_selection, lambda site: _noting_callback(site, run), Order.RECORD
+                    forward_selection,
+                    lambda site: _value_recording_callback(site, run),
+                    Order.RECORD,
                 )
             _run_forward_backward(model, inputs, line, run)
             run.overwritten = {key for key, value in run.values.items() if value.is_overwritten}
@@ -185,9 +187,9 @@ def _run_forward_backward(model: nn.Module, inputs: Any, line: Line, run: TrialR
         output = call_model(model, copy_inputs(inputs))
         run.fired = dict(line.report().fired)
         if any(site.is_gradient for site in run.fired):
-            _backward(model, output, run)
+            _run_backward(model, output, run)
     except Exception as error:
-        _raise_hookline_error(error)
+        _reraise_hookline_error(error)
         run.failure = _describe_failure(model, error)
 
 
@@ -226,19 +228,19 @@ def _bind_no_op(site: Site) -> Bound:
     return _NoOpCallback() if site.is_gradient else do_nothing  # the tap counts
 
 
-def _noting_callback(site: Site, run: TrialRun) -> Bound:
+def _value_recording_callback(site: Site, run: TrialRun) -> Bound:
     key = site.path, site.port
 
     def callback(current: Pass, value: Any) -> None:
-        run.values.setdefault(key, SiteValue()).note(value, is_compiled=False)
+        run.values.setdefault(key, SiteValue()).record_facts(value, is_compiled=False)
 
     def after(current: Pass, value: Any) -> None:
-        run.values.setdefault(key, SiteValue()).note(value, is_compiled=True)
+        run.values.setdefault(key, SiteValue()).record_facts(value, is_compiled=True)
 
     return SplitCallback(callback, snapshot_detached, after)
 
 
-def _forward_places(places: list[SitedNode]) -> list[SitedNode]:
+def _forward_sites(places: list[SitedNode]) -> list[SitedNode]:
     """List the whole inputs and outputs of the modules that hold a selected site."""
     nodes: dict[Site, ModuleNode | ParameterNode] = {
         Site(site.path, site.port.removeprefix("grad_")): node
@@ -248,7 +250,7 @@ def _forward_places(places: list[SitedNode]) -> list[SitedNode]:
     return list(nodes.items())
 
 
-def _backward(model: nn.Module, output: Any, run: TrialRun) -> None:
+def _run_backward(model: nn.Module, output: Any, run: TrialRun) -> None:
     """Run autograd once from the output, without changing any `.grad`."""
     if any(count for site, count in run.fired.items() if site.is_gradient):
         run.backward = "the backward of the given function"
