@@ -52,8 +52,8 @@ class SavedTap(Tap):
 
     __slots__ = ("_closed", "_n_open", "_pack", "_pushed", "_unpack")
     hooks: tuple[HookSpec, HookSpec] = (
-        HookSpec("forward", "pop_hooks", Order.BEGIN, always_call=True),
-        HookSpec("forward_pre", "push_hooks", Order.END),
+        HookSpec("forward", "end", Order.BEGIN, always_call=True),
+        HookSpec("forward_pre", "begin", Order.END),
     )
 
     def __init__(self, site: Site, passes: Passes, pack: Pack, unpack: Unpack) -> None:
@@ -64,7 +64,7 @@ class SavedTap(Tap):
         self._n_open = 0  # calls under way, in all threads
         self._closed: Callable[[], None] | None = None
 
-    def push_hooks(self, module: nn.Module, args: Any) -> None:
+    def begin(self, module: nn.Module, args: Any) -> None:
         """Push the saved-tensor hooks: the last forward-pre hook."""
         if is_dynamo_compiling():
             self.refuse_compilation()
@@ -103,12 +103,12 @@ class SavedTap(Tap):
             " torch.compiler.set_stance('force_eager') around the block."
         )
 
-    def pop_hooks(self, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Pop the saved-tensor hooks: the first forward hook, always called."""
         if is_dynamo_compiling():
             return
         if not hasattr(self, "_pushed"):
-            return  # an inert copy: `push_hooks` never ran, because a pre-hook failed before
+            return  # an inert copy: `begin` never ran, because a pre-hook failed before
         self._pop_hooks_of_calls(self._pushed.calls.end(call_frame(sys._getframe(1))))
         if self._closed is not None and not self._n_open:
             self._closed()
@@ -129,7 +129,7 @@ class SavedTap(Tap):
         self._pop_hooks_of_calls(
             self._pushed.calls.drop_ended(sys._getframe(1))
         )  # calls that Ctrl-C ended
-        return "pop_hooks" if self._n_open else None
+        return "end" if self._n_open else None
 
     def call_when_closed(self, then: Callable[[], None]) -> None:
         """Call a function when the calls under way have ended."""
