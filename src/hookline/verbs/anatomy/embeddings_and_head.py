@@ -19,7 +19,7 @@ from hookline.verbs.anatomy.identities import (
     relative_error,
     rescale_fit_error,
 )
-from hookline.verbs.anatomy.parts import Layer, site_of, stream_site
+from hookline.verbs.anatomy.parts import Layer, output_site, stream_site
 from hookline.verbs.anatomy.residual_stream import MATMULS, event_index, walk_back
 from hookline.verbs.anatomy.trace import (
     SUMS,
@@ -48,7 +48,7 @@ def name_embeddings(model: nn.Module, trace: Trace, first_layer: Layer, names: N
         names.refuse(["embed", "pos_embed"], why)
         return 0
     positions = _position_embeddings([value for value in addends if value not in words], start)
-    sites = {id(value): site_of(trace, value, "") for value in addends}
+    sites = {id(value): output_site(trace, value, "") for value in addends}
     # Torch shows no site of a table, which is made of weights alone.
     tables = [each for each in addends if each.is_constant and sites[id(each)] is None]
     measure = partial(_embedding_sum_error, [table.tensor for table in tables])
@@ -378,7 +378,7 @@ def _name_logits(trace: Trace, head: Head, product: Event, names: Names, site: s
         names.refuse(("unembed", "logits_raw"), "the logits are made of several products")
         return
     for name in ("logits_raw", "unembed"):
-        names.add_or_refuse(name, site_of(trace, raw, ""))
+        names.add_or_refuse(name, output_site(trace, raw, ""))
 
 
 def _name_final_norm(trace: Trace, last: Layer, head: Head, product: Event, names: Names) -> None:
@@ -394,7 +394,7 @@ def _name_final_norm(trace: Trace, last: Layer, head: Head, product: Event, name
     if value.origin is head.start.origin:
         names.refused["ln_final"] = "no norm is between the last stream and the logits"
         return
-    site = site_of(trace, value, "", is_innermost=True)
+    site = output_site(trace, value, "", is_innermost=True)
     if names.add_or_refuse("ln_final", site):
         needed = [site, stream_site(trace, head.start, last.block)]
         names.add_claim("norm(last stream)", ("ln_final",), needed, rescale_fit_error)

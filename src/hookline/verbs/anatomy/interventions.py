@@ -19,9 +19,9 @@ from hookline.verbs.anatomy.parts import (
     Layer,
     Part,
     is_cross_attention,
+    output_site,
     reshape_or_expand,
     side_inputs,
-    site_of,
     stream_site,
 )
 from hookline.verbs.anatomy.trace import Trace
@@ -57,7 +57,7 @@ class Interventions:
         self._model, self._inputs, self._layers = model, inputs, layers
         parts = [(layer, part) for layer in layers for part in layer.parts]
         self._term_sites = {
-            id(part): site_of(trace, part.term.value, layer.block.path) for layer, part in parts
+            id(part): output_site(trace, part.term.value, layer.block.path) for layer, part in parts
         }
         self._terms = _distinct_sites(self._term_sites.values())
         self._reads = _distinct_sites(
@@ -80,14 +80,14 @@ class Interventions:
         pattern mixes adds the same to all streams; one mixed token moves it at one token; and if
         what it mixes is kept, a change of some tokens reaches no other token.
         """
-        without = self._record_terms(self._noise_on_some_tokens, self._zeros_like_value)
+        without = self._record_terms_after_edits(self._noise_on_some_tokens, self._zeros_like_value)
         alone = (
-            self._record_terms(self._unchanged_value, self._zeros_but_one_token)
+            self._record_terms_after_edits(self._unchanged_value, self._zeros_but_one_token)
             if self._mixed
             else None
         )
         kept = (
-            self._record_terms(self._noise_on_some_tokens, self._unchanged_value)
+            self._record_terms_after_edits(self._noise_on_some_tokens, self._unchanged_value)
             if self._mixed
             else None
         )
@@ -95,7 +95,7 @@ class Interventions:
             for part in layer.parts:
                 part.kind = self._determine_kind(layer, part, _Runs(without, alone, kept))
 
-    def _record_terms(
+    def _record_terms_after_edits(
         self, new_stream: Callable[[str], Tensor], new_mixed: Callable[[str], Tensor]
     ) -> Recording:
         """Run the model with other streams and other mixed values, and record the terms."""

@@ -17,7 +17,7 @@ from hookline.verbs.anatomy.parts import (
     argument_of,
     input_and_output,
     input_site,
-    site_of,
+    output_site,
     why_no_part,
 )
 from hookline.verbs.anatomy.residual_stream import MATMULS, values_on_every_path, walk_back
@@ -65,7 +65,7 @@ def name_mlp(trace: Trace, layer: Layer) -> None:
     if _has_second_mlp(part, act, products[-1]):
         return names.refuse(_MLP, "it also adds a product of other neurons, as a second MLP does")
     values = {"mlp_pre": pre} if up is None else {"mlp_pre": pre, "mlp_gate": pre, "mlp_up": up}
-    sites = {name: site_of(trace, value, layer.block.path) for name, value in values.items()}
+    sites = {name: output_site(trace, value, layer.block.path) for name, value in values.items()}
     sites["mlp_act"] = input_site(trace, products[-1].varying[0], layer.block.path, products[-1:])
     if None in sites.values():
         return names.refuse(_MLP, NO_SITE)
@@ -189,7 +189,7 @@ def name_experts(trace: Trace, layer: Layer, model: nn.Module) -> None:
     floating = [value for value in experts.inputs.values() if value.tensor.is_floating_point()]
     hidden = next(value for value in floating if value is not weights)
     given = [_site_of_call_input(trace, experts, value) for value in (hidden, indices, weights)]
-    output = site_of(trace, next(iter(experts.outputs.values())), layer.block.path)
+    output = output_site(trace, next(iter(experts.outputs.values())), layer.block.path)
     if output is None or None in given:
         return names.refuse(_EXPERTS, NO_SITE)
     own = {"expert_indices": given[1], "expert_weights": given[2], "expert_out": output}
@@ -217,7 +217,7 @@ def _name_router(trace: Trace, layer: Layer, part: Part, indices: Value) -> None
         return
     product, logits = products[-1]
     late, _ = walk_back(indices, [id(logits), *reads], product.index + 1)
-    site = site_of(trace, logits, layer.block.path)
+    site = output_site(trace, logits, layer.block.path)
     holder = None if site is None else parse_site(site).path
     if late and holder in (late[0].path, *paths_above(late[0].path)):
         # This module returns the logits beside its choice: an edit of them would choose no other.
@@ -357,7 +357,7 @@ def _name_attention_gate(trace: Trace, layer: Layer, part: Part, core: Event) ->
         if event.name in _PRODUCTS and len(other) == 1 and len(event.varying) == 2:
             mine = next(value for value in event.varying if id(value) in mixed)
             values = event.outputs[0], mine, other[0]
-            sites = [site_of(trace, value, layer.block.path) for value in values]
+            sites = [output_site(trace, value, layer.block.path) for value in values]
             if None in sites:
                 break
             layer.names.add_or_refuse("attn_gate", sites[2])

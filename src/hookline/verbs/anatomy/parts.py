@@ -143,7 +143,9 @@ def side_inputs(part: Part, block: Block) -> list[Value]:
 # -- sites ----------------------------------------------------------------------------------------
 
 
-def site_of(trace: Trace, value: Value, inside: str, *, is_innermost: bool = False) -> str | None:
+def output_site(
+    trace: Trace, value: Value, inside: str, *, is_innermost: bool = False
+) -> str | None:
     """Return the best site of a value inside a module: of the outermost module that returns it."""
     sign = -1 if is_innermost else 1
     places = [place for each in value.equal_values()[::sign] for place in each.places]
@@ -176,7 +178,7 @@ def input_site(trace: Trace, value: Value, inside: str, events: Sequence[Event])
         and any(f"{path}.".startswith(f"{place.path}.") for path in paths)
     ]  # fmt: skip
     if not places:
-        return site_of(trace, value, inside)
+        return output_site(trace, value, inside)
     return trace.site_text(min(places, key=lambda place: (place.path.count("."), place.call or 0)))
 
 
@@ -188,7 +190,7 @@ def stream_site(trace: Trace, value: Value, block: Block) -> str | None:
         return next(reversed(trace.sites_of_kind(value, "output", block.path)), None)
     shape = block.pre.tensor.shape
     shaped = next((each for each in value.equal_values() if each.tensor.shape == shape), value)
-    return site_of(trace, shaped, block.path)
+    return output_site(trace, shaped, block.path)
 
 
 # -- names ----------------------------------------------------------------------------------------
@@ -260,7 +262,7 @@ def name_stream_and_parts(trace: Trace, layer: Layer) -> None:
             singular, several = WORDS[kind]
             why = f"the block has no {singular}{why_no_part(layer, kind)}"
             if parts:
-                every = [site_of(trace, part.term.value, block.path) for part in parts]
+                every = [output_site(trace, part.term.value, block.path) for part in parts]
                 why = f"the block has {len(parts)} {several}: {', '.join(map(str, every))}"
             names.refuse([f"{prefix}_{end}" for end in ("in", "out", "out_raw")], why)
             continue
@@ -269,8 +271,8 @@ def name_stream_and_parts(trace: Trace, layer: Layer) -> None:
         names.add_or_refuse(f"{prefix}_in", input_site(trace, got, block.path, term.events))
         is_added = any(value is returned.origin for value in term.value.equal_values())
         raw = term.value if is_added else returned
-        names.add_or_refuse(f"{prefix}_out_raw", site_of(trace, raw, block.path))
-        names.add_or_refuse(f"{prefix}_out", site_of(trace, term.value, block.path))
+        names.add_or_refuse(f"{prefix}_out_raw", output_site(trace, raw, block.path))
+        names.add_or_refuse(f"{prefix}_out", output_site(trace, term.value, block.path))
     mid, why = find_mid_stream(layer)
     if mid is None:
         names.refuse(["resid_mid"], why)
@@ -339,7 +341,7 @@ def claim_stream_identities(trace: Trace, layer: Layer) -> None:
     sums = [prefix + "_out" for prefix in KINDS.values()]
     for step in block.steps:
         before, after = (stream_site(trace, value, block) for value in (step.before, step.after))
-        terms = [site_of(trace, term.value, block.path) for term in step.terms]
+        terms = [output_site(trace, term.value, block.path) for term in step.terms]
         sites = (after, before, *terms)
         proven = (*streams, *(name for name in sums if names.sites.get(name) in terms))
         if terms:
