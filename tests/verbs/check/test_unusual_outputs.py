@@ -13,7 +13,7 @@ import hookline as hl
 from hookline.engine import Site
 from hookline.verbs.check import unusual_outputs
 from hookline.verbs.check.finding import CheckFinding
-from hookline.verbs.check.pending_findings import Outcome
+from hookline.verbs.check.pending_findings import PendingFindings
 from meeting import Meanwhile, ToldLock
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -107,7 +107,7 @@ def test_a_finding_has_the_number_of_its_run(model):
 
 
 def test_findings_by_choice_displace_no_nan(model):
-    outcome = Outcome(None)
+    outcome = PendingFindings(None)
     for number in range(150):
         outcome.add(
             CheckFinding("forward", str(number), also="constant", observation="is 0 everywhere")

@@ -36,7 +36,7 @@ from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.forward import NOT_REPEATED, ForwardChecks
 from hookline.verbs.check.loss_graph import LossGraph
 from hookline.verbs.check.nonfinite_origins import measure
-from hookline.verbs.check.pending_findings import CheckedModel, Outcome, finding_of_tensor
+from hookline.verbs.check.pending_findings import CheckedModel, PendingFindings, finding_of_tensor
 from hookline.verbs.check.replay import RUN, CheckedRun, RepeatedBackward, Replay
 from hookline.verbs.check.unusual_outputs import warn_of_missing_gradients
 from hookline.verbs.shared.model_state import tensor_version
@@ -71,7 +71,7 @@ class BackwardChecks:
     def __init__(
         self,
         checked: CheckedModel,
-        outcome: Outcome,
+        outcome: PendingFindings,
         forward: ForwardChecks,
         *,
         warns_of_missing: bool,

@@ -38,7 +38,7 @@ from hookline.statistics.finiteness import (
 from hookline.verbs.check.backward import BackwardChecks
 from hookline.verbs.check.finding import SINCE_START, CheckFinding
 from hookline.verbs.check.forward import ForwardChecks
-from hookline.verbs.check.pending_findings import CheckedModel, Outcome, finding_of_tensor
+from hookline.verbs.check.pending_findings import CheckedModel, PendingFindings, finding_of_tensor
 from hookline.verbs.check.replay import named_parameters_and_buffers
 from hookline.verbs.check.replay_file import make_folder
 from hookline.verbs.check.unusual_outputs import checked_names
@@ -59,7 +59,7 @@ class CheckLine(FinalizingLine[Line]):
         self, line: Line, model: nn.Module, folder: Path | None, also: frozenset[str]
     ) -> None:
         super().__init__(line)
-        self._outcome = Outcome(folder)
+        self._outcome = PendingFindings(folder)
         self.findings: list[CheckFinding] = self._outcome.all
         is_sharded = has_process_group() and bool(sharding_kind(model))
         devices = (parameter.device for parameter in model.parameters())
@@ -80,7 +80,7 @@ class CheckLine(FinalizingLine[Line]):
     def start(self) -> None:
         """Refuse a model that is poisoned already, and attach the taps, all or none."""
         line = self._line
-        finding = _bad_weight(line.nodes, None, with_buffers=True)
+        finding = _find_bad_weight(line.nodes, None, with_buffers=True)
         if finding is not None:
             raise self._outcome.add(finding).error()
         places = [
@@ -116,7 +116,9 @@ class CheckLine(FinalizingLine[Line]):
         is_told = outcome.at_end is not None or any(finding.is_error for finding in outcome.all)
         if is_told or root is None:
             return
-        finding = _bad_weight(module_tree(root).nodes, self._forward.last_step, with_buffers=False)
+        finding = _find_bad_weight(
+            module_tree(root).nodes, self._forward.last_step, with_buffers=False
+        )
         finding = self._checked.earliest(finding)
         if finding is not None:
             outcome.at_end = outcome.add(finding.with_(notes=(SINCE_START,)))
@@ -147,7 +149,7 @@ class CheckLine(FinalizingLine[Line]):
             warn(told)
 
 
-def _bad_weight(
+def _find_bad_weight(
     nodes: Sequence[ModuleNode], step: int | None, *, with_buffers: bool
 ) -> CheckFinding | None:
     """Find a parameter that is not finite, or a buffer that holds a NaN."""

@@ -77,7 +77,7 @@ def source_line(frame: FrameType | None, lineno: int | None = None) -> SourceLin
 
 @final
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredTensor:
     """The numbers of one tensor."""
 
     name: str  # the input, parameter or buffer
@@ -161,8 +161,8 @@ class CheckFinding:
     operation: str | None = None
     function: str | None = None
     line: SourceLine | None = None
-    inputs: tuple[Measured, ...] = ()
-    parameters: tuple[Measured, ...] = ()
+    inputs: tuple[MeasuredTensor, ...] = ()
+    parameters: tuple[MeasuredTensor, ...] = ()
     suspect: str | None = None
     passed_on: tuple[str, ...] = ()
     vanished: bool = False
@@ -291,7 +291,9 @@ class CheckFinding:
         values["line"] = SourceLine(*data["line"]) if data["line"] else None
         for name in ("inputs", "parameters"):
             values[name] = tuple(
-                Measured(label, tuple(shape), dtype, Moments.from_json(fields) if fields else None)
+                MeasuredTensor(
+                    label, tuple(shape), dtype, Moments.from_json(fields) if fields else None
+                )
                 for label, shape, dtype, fields in data[name]
             )
         values["passed_on"], values["notes"] = tuple(data["passed_on"]), tuple(data["notes"])

@@ -36,7 +36,7 @@ from hookline.statistics.finiteness import (
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.loss_graph import NodeNumbers
 from hookline.verbs.check.nonfinite_origins import Origin, measure
-from hookline.verbs.check.pending_findings import CheckedModel, Outcome
+from hookline.verbs.check.pending_findings import CheckedModel, PendingFindings
 from hookline.verbs.check.replay import RUN, CheckedRun, Replay
 from hookline.verbs.check.unusual_outputs import (
     OutputHistory,
@@ -79,7 +79,9 @@ class ForwardChecks:
     Hooks hold it, so it must not hold the line.
     """
 
-    def __init__(self, checked: CheckedModel, outcome: Outcome, also: frozenset[str]) -> None:
+    def __init__(
+        self, checked: CheckedModel, outcome: PendingFindings, also: frozenset[str]
+    ) -> None:
         self._checked, self._passes, self._model = checked, checked.passes, checked.model
         self._outcome = outcome
         self._also = also

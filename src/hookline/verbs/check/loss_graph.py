@@ -189,7 +189,7 @@ class LossGraph:
             self.fault = Fault(None, loss, notes=(_TOO_MANY,))
         elif loss is not None:
             self.fault = self._add_line(
-                _LossValues(self._nodes, loss, self._is_output_finite).fault()
+                _LossValues(self._nodes, loss, self._is_output_finite).find_fault()
             )
         else:
             for node in self._nodes:
@@ -292,7 +292,7 @@ class _LossValues:
         leaf = getattr(before, "variable", None)
         return leaf.detach() if isinstance(leaf, Tensor) else self._known.get((before, number))
 
-    def _kinds_at(self, edge: tuple[Any, int]) -> NonFinite | None:
+    def _non_finite_kinds_at(self, edge: tuple[Any, int]) -> NonFinite | None:
         """Return the kinds of an operation's output that are not finite; None if not known."""
         tensor = self._value_at(edge)
         if tensor is not None:
@@ -302,12 +302,12 @@ class _LossValues:
             return None
         if node not in self._nodes:
             return NonFinite.NONE if self._is_output_finite else None
-        inputs = list(map(self._kinds_at, _input_edges(node)))
+        inputs = list(map(self._non_finite_kinds_at, _input_edges(node)))
         is_moving = _MOVING.fullmatch(node.name()) is not None
         are_finite = bool(inputs) and all(kinds is NonFinite.NONE for kinds in inputs)
         return NonFinite.NONE if is_moving and are_finite else None
 
-    def fault(self) -> Fault:
+    def find_fault(self) -> Fault:
         """Find the operation that made the loss not finite."""
         edge: tuple[Any, int] = (self._loss.grad_fn, self._loss.output_nr)
         while True:
@@ -315,21 +315,21 @@ class _LossValues:
             if node not in self._nodes:
                 return Fault(None, self._loss, notes=(_FROM_OUTPUT,))
             edges = _input_edges(node)
-            before = self._next_non_finite(edges)
+            before = self._find_non_finite_behind(edges)
             if before is None:
                 break
             edge = before
-        is_kept = all(self._kinds_at(below) is not None for below in edges)
+        is_kept = all(self._non_finite_kinds_at(below) is not None for below in edges)
         if not is_kept and _HARMLESS.fullmatch(node.name()):
             return Fault(None, self._loss, notes=(_TOO_LITTLE,))
         return self._describe_fault(node, edges, is_kept=is_kept)
 
-    def _next_non_finite(self, edges: Sequence[tuple[Any, int]]) -> tuple[Any, int] | None:
+    def _find_non_finite_behind(self, edges: Sequence[tuple[Any, int]]) -> tuple[Any, int] | None:
         """Return the next value that is not finite, behind those that are not known."""
         waiting, visited = list(edges), set()
         while waiting:
             edge = waiting.pop(0)
-            kinds = self._kinds_at(edge)
+            kinds = self._non_finite_kinds_at(edge)
             if kinds and (kinds & NonFinite.NAN or not _writes_constants(edge[0])):
                 return edge
             if kinds is None and edge not in visited and edge[0] in self._nodes:

@@ -39,7 +39,13 @@ from hookline.statistics.finiteness import (
     plain_moments,
     union_of_kinds,
 )
-from hookline.verbs.check.finding import Measured, SourceLine, is_internal, source_line, user_frame
+from hookline.verbs.check.finding import (
+    MeasuredTensor,
+    SourceLine,
+    is_internal,
+    source_line,
+    user_frame,
+)
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Operations that return memory that is not written yet; of a resized tensor, a part is.
@@ -74,7 +80,7 @@ class Origin:
     line: SourceLine | None = None  # the nearest line of code outside torch
     frames: tuple[Any, ...] = ()  # the running calls of modules, the outermost first
     node: int | None = None  # the number of the node of the graph that ran; None in a forward
-    inputs: tuple[Measured, ...] = ()  # the inputs of the operation
+    inputs: tuple[MeasuredTensor, ...] = ()  # the inputs of the operation
     n_nan: int = 0  # the number of NaNs that it made
     n_inf: int = 0  # the number of infinities
     n_total: int = 0  # the number of elements
@@ -175,7 +181,7 @@ class FunctionNames(TorchFunctionMode):
         It makes one of `nan` in `x[0] = nan`. A tensor that the call was given has none.
         """
         key = storage_address(tensor)
-        arguments = list(_leaves(self._arguments))
+        arguments = list(_nested_leaves(self._arguments))
         tensors = (argument for argument in arguments if isinstance(argument, Tensor))
         if any(argument is tensor or storage_address(argument) == key for argument in tensors):
             return NonFinite.NONE
@@ -186,7 +192,7 @@ class FunctionNames(TorchFunctionMode):
 
 
 @final
-class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follow values that are not finite through the operations in a block."""
 
     def __init__(
@@ -314,12 +320,12 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"[{index}]" if kind == "constant" else f"{kind} {name}"
 
 
-def measure(name: str, tensor: Tensor) -> Measured:
+def measure(name: str, tensor: Tensor) -> MeasuredTensor:
     """Measure a tensor."""
     dtype = name_without_torch(tensor.dtype)
     can_measure = is_readable if tensor.dtype in _INTEGERS else is_measurable
     numbers = plain_moments(tensor) if can_measure(tensor) else None
-    return Measured(name, tuple(tensor.shape), dtype, numbers)
+    return MeasuredTensor(name, tuple(tensor.shape), dtype, numbers)
 
 
 def _operation_name(function: Any) -> str:
@@ -342,18 +348,18 @@ def _kinds_if_readable(tensor: Tensor) -> NonFinite:
         return NonFinite.NONE
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _nested_leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple | list):
         for part in value:
-            yield from _leaves(part)
+            yield from _nested_leaves(part)
     elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
+        yield from _nested_leaves(list(value.values()))
     else:
         yield value
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    return [part for part in _leaves(value) if isinstance(part, Tensor)]
+    return [part for part in _nested_leaves(value) if isinstance(part, Tensor)]
 
 
 def _written_arguments(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -372,7 +378,7 @@ def _expected_literal_kinds(name: str, arguments: Any) -> NonFinite:
     A NaN is expected where memory is filled with it, and not where it is computed with.
     """
     kinds = union_of_kinds(
-        _kind_of_number(number) for number in _leaves(arguments) if isinstance(number, Real)
+        _kind_of_number(number) for number in _nested_leaves(arguments) if isinstance(number, Real)
     )
     is_filling = any(word in name for word in _FILLING)
     return kinds if is_filling else kinds & ~NonFinite.NAN

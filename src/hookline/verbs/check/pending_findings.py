@@ -46,7 +46,7 @@ class CheckedModel(NamedTuple):
 
 
 @final
-class Outcome:
+class PendingFindings:
     """The findings of a check. `folder` keeps what is needed to run modules again."""
 
     def __init__(self, folder: Path | None) -> None:

@@ -38,12 +38,12 @@ from hookline.engine import (
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.describe import leaf_text
 from hookline.statistics.finiteness import NonFinite, is_measurable, union_of_kinds
-from hookline.verbs.check.finding import SINCE_START, CheckFinding, Measured, user_frame
+from hookline.verbs.check.finding import SINCE_START, CheckFinding, MeasuredTensor, user_frame
 from hookline.verbs.check.loss_source_line import CalledAt
 from hookline.verbs.check.nonfinite_origins import (
     FunctionNames,
     Origin,
-    Origins,
+    OriginTracker,
     OutsideTensors,
     measure,
 )
@@ -166,7 +166,7 @@ class Replay:
         self._is_backward = False
         self._names = FunctionNames()
         self._outside = OutsideTensors()
-        self._origins = Origins(self._outside, lambda: tuple(self._running), self._names)
+        self._origins = OriginTracker(self._outside, lambda: tuple(self._running), self._names)
         self.calls: list[ModuleCall] = []  # in the order in which they began
         self.comparison: RunComparison = RunComparison(run.sums, paths)
         self._leaves: dict[int, Tensor] = {}
@@ -423,14 +423,14 @@ def _state_before(module: nn.Module, start: RunStart) -> dict[str, Tensor]:
     return state
 
 
-def _measured_inputs(call: ModuleCall) -> tuple[Measured, ...]:
+def _measured_inputs(call: ModuleCall) -> tuple[MeasuredTensor, ...]:
     arguments = ArgumentBinder().bind(call.node.module, call.args, call.kwargs)
     return tuple(
         measure(f"input{leaf_text(leaf)}", tensor) for leaf, tensor in tree.tensors(arguments)
     )
 
 
-def _measured_parameters(node: ModuleNode) -> tuple[Measured, ...]:
+def _measured_parameters(node: ModuleNode) -> tuple[MeasuredTensor, ...]:
     tensors = {**own_parameters(node.module), **own_buffers(node.module)}
     return tuple(
         measure(name, tensor)
@@ -439,7 +439,7 @@ def _measured_parameters(node: ModuleNode) -> tuple[Measured, ...]:
     )
 
 
-def _likely_cause(parts: Sequence[Measured], node: ModuleNode) -> str | None:
+def _likely_cause(parts: Sequence[MeasuredTensor], node: ModuleNode) -> str | None:
     """Name the parameter or buffer that is not finite, or else the largest if it is very large."""
     floating = [part for part in parts if "float" in part.dtype or "complex" in part.dtype]
     entries = [(part.name, part.moments) for part in floating if part.moments is not None]

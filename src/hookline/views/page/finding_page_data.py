@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hookline.display.text import plural
-from hookline.verbs.check.finding import CheckFinding, Measured
+from hookline.verbs.check.finding import CheckFinding, MeasuredTensor
 
 # The kinds whose tensor was there before the operation, which only read it.
 _HELD = ("parameter", "buffer", "input", "gradient", "constant")
@@ -90,7 +90,7 @@ def _nan_and_inf_text(finding: CheckFinding, *, with_total: bool = True) -> str:
     return f"{' and '.join(parts)}{of}" if parts else ""
 
 
-def _tensor_link(role: str, tensor: Measured, suspect: str | None) -> dict[str, Any]:
+def _tensor_link(role: str, tensor: MeasuredTensor, suspect: str | None) -> dict[str, Any]:
     moments = tensor.moments
     numbers = None
     if moments is not None:
