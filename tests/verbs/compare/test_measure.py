@@ -96,7 +96,7 @@ def test_of_a_step_that_comes_twice_the_last_number_counts():
     for pair in ((resumed, whole), (whole, resumed)):
         (result,) = measure_values(*pair)
         assert (result.gap.differs, result.gap.problem) == (False, "")
-    assert resumed.at(np.array([1, 3])).tolist() == [1.0, 3.0]
+    assert resumed.numbers_at(np.array([1, 3])).tolist() == [1.0, 3.0]
     other = StepNumbers(np.array([0, 1, 1]), np.array([0.0, 1.0, 5.0]))
     (result,) = measure_values(other, whole)
     assert result.gap.n_unequal == 1

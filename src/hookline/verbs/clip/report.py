@@ -73,7 +73,7 @@ class ClipReport(Result):
     def _printout(self) -> Printout:
         events = {str(site): event for site, event in self.report.replaced.items()}
         why = {str(site): reason for site, reason in self.report.why.items()} | events
-        rows = [_cells(row, why.get(row.site, "")) for row in self.rows]
+        rows = [_row_cells(row, why.get(row.site, "")) for row in self.rows]
         if any(row.site == "total" for row in self.rows):  # its parameters have no rows
             rows += [(site, "", "", "", "", "", event) for site, event in events.items()]
         return Printout(
@@ -94,7 +94,7 @@ _HEADINGS = (
 )  # fmt: skip
 
 
-def _cells(row: ClipRow, why: str) -> tuple[str, ...]:
+def _row_cells(row: ClipRow, why: str) -> tuple[str, ...]:
     if not row.seen:
         return (row.site, "", "0", "", "", "", f"never{': ' if why else ''}{why}")
     if math.isnan(row.largest) and not row.nonfinite:

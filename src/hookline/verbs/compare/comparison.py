@@ -180,7 +180,7 @@ def _folded_lines(rows: Sequence[ComparedSite]) -> Iterator[tuple[tuple[str, ...
         if is_quiet and len(stretch) > 1:
             yield _folded_cells(stretch), True
         else:
-            yield from ((_cells(row), is_quiet) for row in stretch)
+            yield from ((_row_cells(row), is_quiet) for row in stretch)
 
 
 def _folded_cells(stretch: Sequence[ComparedSite]) -> tuple[str, ...]:
@@ -192,7 +192,7 @@ def _folded_cells(stretch: Sequence[ComparedSite]) -> tuple[str, ...]:
     return (f"… {plural(len(stretch), 'site')}", verdicts, local_text, relative, *[""] * 5)
 
 
-def _cells(row: ComparedSite) -> tuple[str, ...]:
+def _row_cells(row: ComparedSite) -> tuple[str, ...]:
     floor = row.floor.relative if row.verdict in ("noise", "differs") else None
     errors = map(number_text, (row.local, row.relative, floor))
     worst = map(number_text, (row.worst_row, row.worst_element))

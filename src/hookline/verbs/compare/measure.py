@@ -146,7 +146,7 @@ def _measure_common_steps(a: StepNumbers, b: StepNumbers) -> MeasuredPair:
     result = MeasuredPair((), (forms[0], forms[1]), (torch.float32, torch.float32))
     if not len(steps):
         return result._replace(why="no step is in both")
-    return result._replace(gap=difference(a.at(steps), b.at(steps)))
+    return result._replace(gap=difference(a.numbers_at(steps), b.numbers_at(steps)))
 
 
 # -- tensors in a value --------------------------------------------------------------------------

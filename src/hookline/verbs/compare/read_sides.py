@@ -87,7 +87,7 @@ class StepNumbers:
     steps: NDArray[np.int64]
     numbers: NDArray[np.float64]
 
-    def at(self, steps: NDArray[np.int64]) -> Tensor:
+    def numbers_at(self, steps: NDArray[np.int64]) -> Tensor:
         """Return the numbers at some of the steps in order, float64, shape `(steps,)`.
 
         Of a step that comes twice, as after a resumption, the last number counts, as in

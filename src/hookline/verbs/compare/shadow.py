@@ -172,7 +172,9 @@ def _run_locally(runs: list[ModelRun], ours: Entry, theirs: Entry, eps: float) -
     unit = eps * math.sqrt(n_modules)
     floor = Floor(*(unit * multiple for multiple in _MULTIPLES))
     # The whole model got the same inputs.
-    why, output = ("", own.output) if not ours.path else _run_on_inputs_of(ours_call, own)
+    why, output = (
+        ("", own.output) if not ours.path else _run_theirs_on_inputs_of_ours(ours_call, own)
+    )
     pairs = [] if why else list(measure_values(output, ours_call.output))
     if ours.path and _exceed_floor(pairs, floor) and not _is_repeatable(own, floor):
         why, pairs = _NO_REPEAT, []
@@ -186,13 +188,13 @@ def _exceed_floor(pairs: list[MeasuredPair], floor: Floor) -> bool:
 
 def _is_repeatable(own: ModuleCall, floor: Floor) -> bool:
     """Tell whether a module gives its output again on its own inputs."""
-    why, output = _run_on_inputs_of(own, own)
+    why, output = _run_theirs_on_inputs_of_ours(own, own)
     if why or _leaf_forms(output) != _leaf_forms(own.output):
         return False
     return not _exceed_floor(list(measure_values(output, own.output)), floor)
 
 
-def _run_on_inputs_of(ours: ModuleCall, theirs: ModuleCall) -> tuple[str, Any]:
+def _run_theirs_on_inputs_of_ours(ours: ModuleCall, theirs: ModuleCall) -> tuple[str, Any]:
     """Return why a module cannot be run on its counterpart's inputs, or what it returns."""
     given = theirs.args, theirs.kwargs
     fed = _cast_like(given, (ours.args, ours.kwargs))

@@ -62,8 +62,8 @@ def environment(model: nn.Module) -> dict[str, str]:
         "mode": "mixed" if len(modes) > 1 else "training" if model.training else "eval",
         "gradients": "on" if torch.is_grad_enabled() else grads,
         "autocast": _autocast_text(tensors),
-        "parameters": ", ".join([*_torch_names(t.device for t in tensors),
-                                 *_torch_names(p.dtype for p in model.parameters())]) or "none",
+        "parameters": ", ".join([*_distinct_names(t.device for t in tensors),
+                                 *_distinct_names(p.dtype for p in model.parameters())]) or "none",
         "default device": str(torch.get_default_device()),
         "default dtype": name_without_torch(torch.get_default_dtype()),
         "dynamo": "has compiled code" if may_have_compiled() else dynamo,
@@ -291,7 +291,7 @@ def _autocast_text(tensors: list[Any]) -> str:
     )
 
 
-def _torch_names(values: Iterable[Any]) -> list[str]:
+def _distinct_names(values: Iterable[Any]) -> list[str]:
     return list(dict.fromkeys(name_without_torch(value) for value in values))
 
 
