@@ -34,7 +34,9 @@ from hookline.verbs.anatomy.trial_inputs import declared_embedding
 # -- before the blocks ----------------------------------------------------------------------------
 
 
-def name_embeddings(model: nn.Module, trace: Trace, first_layer: Layer, names: Names) -> int:
+def name_embeddings_and_count_words(
+    model: nn.Module, trace: Trace, first_layer: Layer, names: Names
+) -> int:
     """Name the embeddings of tokens and of positions, which add up to the first stream.
 
     Returns:

@@ -32,7 +32,7 @@ from hookline.verbs.shared.run_model import copy_inputs
 _Numbers = Callable[[str], Tensor]  # what a site gets
 
 
-class _Runs(NamedTuple):
+class _RecordedRuns(NamedTuple):
     """The terms of three runs; those about a pattern are None in a model without one."""
 
     without: Recording  # some tokens of each stream are changed, and what the patterns mix is zero
@@ -93,7 +93,7 @@ class Interventions:
         )
         for layer in self._layers:
             for part in layer.parts:
-                part.kind = self._determine_kind(layer, part, _Runs(without, alone, kept))
+                part.kind = self._determine_kind(layer, part, _RecordedRuns(without, alone, kept))
 
     def _record_terms_after_edits(
         self, new_stream: Callable[[str], Tensor], new_mixed: Callable[[str], Tensor]
@@ -122,7 +122,7 @@ class Interventions:
         mixed[place] = (self._undisturbed[site] + _noise_like(mixed + 1))[place]
         return mixed
 
-    def _determine_kind(self, layer: Layer, part: Part, runs: _Runs) -> str:
+    def _determine_kind(self, layer: Layer, part: Part, runs: _RecordedRuns) -> str:
         site = self._term_sites[id(part)]
         if site is None or not part.term.reads:
             return "side"

@@ -23,7 +23,10 @@ from hookline.errors import (
     SelectionError,
     StructureError,
 )
-from hookline.verbs.anatomy.embeddings_and_head import name_embeddings, name_final_norm_and_logits
+from hookline.verbs.anatomy.embeddings_and_head import (
+    name_embeddings_and_count_words,
+    name_final_norm_and_logits,
+)
 from hookline.verbs.anatomy.identities import Claim, tolerance
 from hookline.verbs.anatomy.interventions import Interventions
 from hookline.verbs.anatomy.name_inside_parts import name_attention, name_experts, name_mlp
@@ -105,7 +108,7 @@ def _name_parts(model: nn.Module, trace: Trace, stack: Stack, *, is_last: bool) 
         name_mlp(trace, layer)
         name_experts(trace, layer, model)
         name_attention(trace, layer)
-    n_words = name_embeddings(model, trace, stack.layers[0], stack.names)
+    n_words = name_embeddings_and_count_words(model, trace, stack.layers[0], stack.names)
     if is_last:
         stack.head = name_final_norm_and_logits(trace, stack.layers[-1], stack.names, n_words)
 

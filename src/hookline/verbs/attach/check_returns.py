@@ -15,7 +15,7 @@ from hookline.engine.pytree import describe, tree
 from hookline.errors import StructureError
 
 
-def check_forward(result: Any, values: tuple[Any, ...]) -> Any:
+def check_forward_output(result: Any, values: tuple[Any, ...]) -> Any:
     """Return the result of a forward hook, if it can be an output.
 
     Raises:
@@ -30,7 +30,7 @@ def check_forward(result: Any, values: tuple[Any, ...]) -> Any:
     return result
 
 
-def check_args(result: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+def check_pre_hook_args(result: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments that a forward-pre hook has returned, as a tuple.
 
     Raises:
@@ -55,7 +55,7 @@ def check_args(result: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     return new
 
 
-def check_args_kwargs(result: Any, values: tuple[Any, ...]) -> Any:
+def check_pre_hook_args_kwargs(result: Any, values: tuple[Any, ...]) -> Any:
     """Return the result of a forward-pre hook that takes keyword arguments, too.
 
     Raises:

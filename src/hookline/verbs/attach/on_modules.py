@@ -71,7 +71,11 @@ class ModuleHooks(EverywhereHooks):
                 " to process-wide pre-hooks."
                 "\nUse line.forward(..., with_kwargs=True), or attach to a model."
             )
-        check = check_returns.check_args_kwargs if with_kwargs else check_returns.check_args
+        check = (
+            check_returns.check_pre_hook_args_kwargs
+            if with_kwargs
+            else check_returns.check_pre_hook_args
+        )
         spec = HookSpec("forward_pre", with_kwargs=with_kwargs)
         return self._hook_forward(selector, hook, check, spec, prepend=prepend)
 
@@ -120,7 +124,7 @@ class ModuleHooks(EverywhereHooks):
             )
         spec = HookSpec("forward", with_kwargs=with_kwargs, always_call=always_call)
         return self._hook_forward(
-            selector, hook, check_returns.check_forward, spec, prepend=prepend
+            selector, hook, check_returns.check_forward_output, spec, prepend=prepend
         )
 
     def _hook_forward(
