@@ -145,3 +145,13 @@ def test_what_is_unpacked_in_another_form_is_refused(unpack):
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
     assert "must return a tensor of shape [2, 3], torch.float32" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.compiles
+def test_around_a_module_compiled_in_place_tensors_are_packed(model):
+    model.compile(backend="eager")
+    packed = []
+    with hl.attach(model) as line:
+        line.saved("", lambda t: packed.append(t) or t, lambda t: t)
+        model(torch.ones(2, 3)).sum().backward()
+    assert packed
