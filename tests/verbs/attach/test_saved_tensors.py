@@ -147,7 +147,7 @@ def test_what_is_unpacked_in_another_form_is_refused(unpack):
     assert len(str(caught.value).splitlines()) == 2
 
 
-@pytest.mark.compiles
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_around_a_module_compiled_in_place_tensors_are_packed(model):
     model.compile(backend="eager")
     packed = []
