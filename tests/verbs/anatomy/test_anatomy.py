@@ -138,7 +138,9 @@ def test_a_part_is_looked_up_by_its_name(model, parts):
     assert ".attn_out.1" not in last
     assert last[".z.1:grad_output"].shape == last[".z.0:grad_output"].shape
     assert hl.plots.tokens(last, parts["resid_post"]).axes
-    with pytest.raises(hl.AmbiguousError, match=r"a selection of 2 sites.*\n.*run\[site\]"):
+    with pytest.raises(
+        hl.AmbiguousError, match=r"a selection of 2 sites.*\n.*for site in selection"
+    ):
         last[parts["resid_post"]]
     with pytest.raises(hl.AmbiguousError, match=r"'\.resid_post' names 2 sites"):
         last[".resid_post"]
