@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.verbs.sweep.judge_estimates import judge_sites
+from hookline.verbs.sweep.estimate_verdicts import judge_sites
 from thoroughness import tries
 
 

@@ -17,8 +17,8 @@ import hookline as hl
 from hookline.models import load_model
 from hookline.models.torchvision_import import import_torchvision
 from hookline.verbs.sweep import forwards
-from hookline.verbs.sweep.rows_per_change import N_STIRRED, NoRowsError, Uncut
-from hookline.verbs.sweep.tape import standing_in
+from hookline.verbs.sweep.rows_per_change import N_PERTURBED, NoRowsError, UnsplitOutput
+from hookline.verbs.sweep.tape import replace_forwards
 
 import_torchvision()  # which transformers may import
 import transformers  # noqa: E402
@@ -734,7 +734,7 @@ def test_the_size_of_values_bounds_what_shares_a_forward(monkeypatch, name, size
     np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
     n_sites = most // 6
     # Theirs and the inputs' own; and where all share one, those that tell whether rows are apart.
-    n_others = N_STIRRED if n_sites == 4 else 1
+    n_others = N_PERTURBED if n_sites == 4 else 1
     assert max(n_rows) == (6 * n_sites + n_others if n_sites > 1 else 6)
 
 
@@ -1062,7 +1062,7 @@ def test_a_metric_may_read_what_has_no_rows_of_its_own():
 @pytest.mark.parametrize("read", [lambda part: part.sum(), torch.sum, lambda part: 2 * part, float])
 def test_reading_what_cannot_be_cut_raises_the_error_for_it(read):
     with pytest.raises(NoRowsError):
-        read(Uncut())
+        read(UnsplitOutput())
 
 
 def test_an_output_without_a_batch_has_forwards_of_its_own():
@@ -1247,7 +1247,7 @@ def test_another_thread_and_a_copy_get_the_original_forward():
     model = linear()
     expected = model(X)
     results = []
-    with standing_in(model.modules(), lambda module, forward, args, kwargs: "recorded"):
+    with replace_forwards(model.modules(), lambda module, forward, args, kwargs: "recorded"):
         assert model(X) == "recorded"
         thread = threading.Thread(target=lambda: results.append(model(X)))
         thread.start()

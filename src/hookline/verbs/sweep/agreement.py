@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine.pytree import tree
-from hookline.verbs.sweep.rows_per_change import tolerance
+from hookline.verbs.sweep.rows_per_change import batching_tolerance
 
 _PART = 0.001  # of the effect, by which two ways may differ
 _N_EPS = 4  # of the size of a metric, by which rounding moves it
@@ -70,12 +70,15 @@ def _floating_tensors(output: Any) -> dict[Any, Tensor]:
 
 def _tensors_agree(output: Tensor, plain: Tensor, base: Tensor) -> bool:
     """Compare each vector along the last dimension by itself: a change often moves a few alone."""
-    error, most = tolerance(output.dtype), torch.finfo(output.dtype).max
+    error, most = batching_tolerance(output.dtype), torch.finfo(output.dtype).max
     dtype = torch.promote_types(output.dtype, torch.float32)
     output, plain, base = (
         (t if t.dim() else t[None]).to(dtype).clamp(-most, most) for t in (output, plain, base)
     )
-    gap, effect = _gap(output, plain), torch.maximum(_gap(output, base), _gap(plain, base))
+    gap, effect = (
+        _absolute_difference(output, plain),
+        torch.maximum(_absolute_difference(output, base), _absolute_difference(plain, base)),
+    )
     effect = effect.masked_fill(effect.isinf() & (gap == 0), 0)  # NaN allows nothing beside it
     varies = effect > 0
     size = torch.maximum(plain.abs(), base.abs())
@@ -88,7 +91,7 @@ def _tensors_agree(output: Tensor, plain: Tensor, base: Tensor) -> bool:
     return bool(((gaps < math.inf) & (gaps <= _PART * effects + error)).all())
 
 
-def _gap(a: Tensor, b: Tensor) -> Tensor:
+def _absolute_difference(a: Tensor, b: Tensor) -> Tensor:
     """Return how far the elements of two tensors lie apart, infinitely if one of them is NaN."""
     are_same = (a == b) | (a.isnan() & b.isnan())
     return (a - b).abs().masked_fill(are_same, 0).nan_to_num(math.inf, posinf=math.inf)
@@ -105,6 +108,7 @@ def may_be_rounding(number: float, plain: float, output: Any) -> bool:
     for tensor in _floating_tensors(output).values():
         size = max(abs(plain), float(tensor.abs().float().flatten().nanmedian()))
         return (
-            is_same_number(number, plain) or abs(number - plain) <= tolerance(tensor.dtype) * size
+            is_same_number(number, plain)
+            or abs(number - plain) <= batching_tolerance(tensor.dtype) * size
         )
     return is_same_number(number, plain)

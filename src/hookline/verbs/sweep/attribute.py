@@ -18,20 +18,29 @@ from hookline.errors import InputError, check_option_names, check_positive_int
 from hookline.statistics.site_dict import SiteDict
 from hookline.verbs.shared.run_model import Inputs, call_model, copy_inputs
 from hookline.verbs.shared.run_settings import RandomStates, generators_of
-from hookline.verbs.sweep.changing import Changing, recorded_run
+from hookline.verbs.sweep.change_hooks import ChangeHooks, run_and_record
+from hookline.verbs.sweep.estimate_verdicts import Array
 from hookline.verbs.sweep.forwards import Forwards
-from hookline.verbs.sweep.grid import Each, Grid, Group, check_each, clean_patches, sites_of
-from hookline.verbs.sweep.judge_estimates import Array
-from hookline.verbs.sweep.metric import Metric, check_callable, metric_number, refuse_constant
-from hookline.verbs.sweep.path_gradients import (
-    Integral,
-    PathGradients,
-    PathPoint,
-    check_form,
-    require_floating,
+from hookline.verbs.sweep.grid import Each, Grid, Group, check_each, clean_patches, sites_of_entries
+from hookline.verbs.sweep.metric import (
+    Metric,
+    metric_number,
+    refuse_constant_metric,
+    require_metric_function,
 )
-from hookline.verbs.sweep.restore_model import is_hooked, refuse_random, without_side_effects
-from hookline.verbs.sweep.rows_per_change import copy_of
+from hookline.verbs.sweep.path_gradients import (
+    PathGradients,
+    PathIntegral,
+    PathPoint,
+    require_floating,
+    require_same_form,
+)
+from hookline.verbs.sweep.repeatable_runs import (
+    has_forward_hooks,
+    refuse_random_metric,
+    without_side_effects,
+)
+from hookline.verbs.sweep.rows_per_change import copy_tensors
 from hookline.verbs.sweep.sweep_results import Attribution
 
 _SEED = 0
@@ -119,49 +128,58 @@ def attribute(
         StructureError: the values of the clean run have other shapes.
         TypeError: there is no such option.
     """
-    check_callable(metric)
+    require_metric_function(metric)
     each = check_each(each)
     check_option_names(attribute, options, AttributeOptions.__annotations__)
     _check_options(options)
     along, steps, n_checked = options.get("along"), options.get("steps"), options.get("check", 0)
     with without_side_effects(model, "hl.attribute(model, ...)", inputs, clean):
         modules, run = module_tree(model), partial(call_model, model)
-        may_draw, random_states = is_hooked(model), RandomStates(generators_of(model.modules()))
-        output, recording = recorded_run(modules, lambda: run(copy_inputs(clean)), selector)
+        may_draw, random_states = (
+            has_forward_hooks(model),
+            RandomStates(generators_of(model.modules())),
+        )
+        output, recording = run_and_record(modules, lambda: run(copy_inputs(clean)), selector)
         if may_draw or not random_states.are_current():
-            refuse_random(metric, lambda: copy_of(output), lambda: run(copy_inputs(clean)))
+            refuse_random_metric(
+                metric, lambda: copy_tensors(output), lambda: run(copy_inputs(clean))
+            )
         values: dict[str, list[Tensor]] = {}  # of the clean run
         entries = clean_patches(modules, selector, values)
-        goals = {site: require_floating(site, recording[site]) for site in sites_of(entries)}
+        goals = {
+            site: require_floating(site, recording[site]) for site in sites_of_entries(entries)
+        }
         values.update({site: [goal] for site, goal in goals.items()})
         slopes = PathGradients(model, inputs, metric)
-        start = slopes.at(list(goals))
+        start = slopes.compute_at(list(goals))
         for site, goal in goals.items():
-            check_form(site, start.values[site], goal)
+            require_same_form(site, start.values[site], goal)
         if steps is None:
             integrals = _integrate(start, goals, [start])
         elif along is None:
             integrals = {}
             for site, goal in goals.items():
-                points = (slopes.at([site], {site: goal}, place) for place in _midpoints(steps))
+                points = (
+                    slopes.compute_at([site], {site: goal}, place) for place in _midpoints(steps)
+                )
                 integrals |= _integrate(start, {site: goal}, points)
         else:
-            _, line = recorded_run(modules, lambda: run(copy_inputs(clean)), along)
+            _, line = run_and_record(modules, lambda: run(copy_inputs(clean)), along)
             moved = {str(site): line[site] for site in line.sites}
-            points = (slopes.at(list(goals), moved, place) for place in _midpoints(steps))
+            points = (slopes.compute_at(list(goals), moved, place) for place in _midpoints(steps))
             integrals = _integrate(start, slopes.values_at_end(list(goals), moved), points)
         grid = Grid(entries, each, start.values)
         measured = np.full(grid.shape, np.nan)
         if n_checked:
-            forwards = Forwards(Changing(modules, list(goals), inputs), run, inputs, metric)
-            refuse_constant(metric, forwards.output, forwards.baseline)
+            forwards = Forwards(ChangeHooks(modules, list(goals), inputs), run, inputs, metric)
+            refuse_constant_metric(metric, forwards.output, forwards.baseline)
             forwards.measure(_sample_changes(grid.groups, n_checked))
             for index, (number, _) in forwards.results.items():
                 measured[index] = number - start.number
     scores = SiteDict({site: integral.score for site, integral in integrals.items()})
     gradients = SiteDict({site: integral.mean for site, integral in integrals.items()})
     numbers = start.number, metric_number(metric, output)
-    effects = _sum_parts(grid, scores)
+    effects = _sum_scores_of_parts(grid, scores)
     return Attribution(grid.axes, *numbers, *effects, scores, gradients, measured)
 
 
@@ -183,16 +201,18 @@ def _midpoints(steps: int) -> list[float]:
 
 def _integrate(
     start: PathPoint, ends: Mapping[str, Tensor], points: Iterable[PathPoint]
-) -> dict[str, Integral]:
+) -> dict[str, PathIntegral]:
     """Integrate over the points of a path from its start to the values of the sites at its end."""
-    integrals = {site: Integral(start.values[site], end) for site, end in ends.items()}
+    integrals = {site: PathIntegral(start.values[site], end) for site, end in ends.items()}
     for point in points:
         for site, integral in integrals.items():
             integral.add(point.values[site], point.gradients[site])
     return integrals
 
 
-def _sum_parts(grid: Grid, scores: Mapping[str, Tensor]) -> tuple[Array, NDArray[np.bool_]]:
+def _sum_scores_of_parts(
+    grid: Grid, scores: Mapping[str, Tensor]
+) -> tuple[Array, NDArray[np.bool_]]:
     """Sum the scores of each part of each site, and tell which parts there are."""
     sums, is_part = np.full(grid.shape, np.nan), np.zeros(grid.shape, dtype=bool)
     for group in grid.groups:

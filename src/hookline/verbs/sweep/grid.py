@@ -21,7 +21,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, check_one_of
-from hookline.verbs.sweep.site_change import PutBack, SiteChange, Values
+from hookline.verbs.sweep.site_change import CleanValuePatch, SiteChange, Values
 
 Label = str | int | float
 Each = Mapping[str, int | tuple[int, int]]
@@ -33,7 +33,7 @@ _FORMS = (
 )
 
 
-class _Cut(NamedTuple):
+class _DividedDim(NamedTuple):
     """A dimension of a value in equal parts."""
 
     dim: int
@@ -71,7 +71,7 @@ class Group:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ChangeEntry:
     """Changes at the same sites, as the user has given them."""
 
     label: Label  # what the sites are called on the first axis
@@ -83,7 +83,7 @@ class Entry:
     is_joint: bool = False
 
 
-def read_changes(modules: ModuleTree, changes: Changes) -> list[Entry]:
+def parse_changes(modules: ModuleTree, changes: Changes) -> list[ChangeEntry]:
     """Read the changes as the user gives them.
 
     Raises:
@@ -101,23 +101,23 @@ def read_changes(modules: ModuleTree, changes: Changes) -> list[Entry]:
     return [_joint_entry(modules, number, item) for number, item in enumerate(changes)]
 
 
-def clean_patches(modules: ModuleTree, selector: Selector, values: Values) -> list[Entry]:
+def clean_patches(modules: ModuleTree, selector: Selector, values: Values) -> list[ChangeEntry]:
     """Return the changes that put back the values of another run at the sites of a selector."""
     return [
-        Entry(str(place[0]), (place,), {0: (PutBack(values, place[0]),)})
-        for place in _select_places(modules, selector)
+        ChangeEntry(str(place[0]), (place,), {0: (CleanValuePatch(values, place[0]),)})
+        for place in _select_sites(modules, selector)
     ]
 
 
-def _entries_at(modules: ModuleTree, selector: Selector, given: Any) -> list[Entry]:
+def _entries_at(modules: ModuleTree, selector: Selector, given: Any) -> list[ChangeEntry]:
     """Return the changes at each site of a selector."""
     by_label = {label: (change,) for label, change in _changes_by_label(given).items()}
     is_labelled = isinstance(given, Mapping)
-    places = _select_places(modules, selector)
-    return [Entry(str(place[0]), (place,), by_label, is_labelled) for place in places]
+    places = _select_sites(modules, selector)
+    return [ChangeEntry(str(place[0]), (place,), by_label, is_labelled) for place in places]
 
 
-def sites_of(entries: list[Entry], *, outside: bool = False) -> list[str]:
+def sites_of_entries(entries: list[ChangeEntry], *, outside: bool = False) -> list[str]:
     """Return all sites of the changes, each once.
 
     Args:
@@ -133,7 +133,7 @@ def sites_of(entries: list[Entry], *, outside: bool = False) -> list[str]:
     return list(dict.fromkeys(sites))
 
 
-def _joint_entry(modules: ModuleTree, number: int, item: Any) -> Entry:
+def _joint_entry(modules: ModuleTree, number: int, item: Any) -> ChangeEntry:
     """Read changes that are made together, in one forward."""
     label, by_site = item if isinstance(item, tuple) and len(item) == 2 else (number, item)
     if isinstance(by_site, Mapping) and not isinstance(label, str | int | float):
@@ -149,10 +149,10 @@ def _joint_entry(modules: ModuleTree, number: int, item: Any) -> Entry:
         _check_change(change)
     pairs = [
         (place, change) for selector, change in by_site.items()
-        for place in _select_places(modules, selector)
+        for place in _select_sites(modules, selector)
     ]  # fmt: skip
     places, changes = zip(*pairs, strict=True)
-    return Entry(label, places, {0: changes}, is_joint=True)
+    return ChangeEntry(label, places, {0: changes}, is_joint=True)
 
 
 def _changes_by_label(given: Any) -> dict[Label, Any]:
@@ -175,7 +175,7 @@ def _check_change(change: Any) -> None:
         )
 
 
-def _select_places(modules: ModuleTree, selector: Selector) -> list[tuple[Site, nn.Module]]:
+def _select_sites(modules: ModuleTree, selector: Selector) -> list[tuple[Site, nn.Module]]:
     """Return the sites that a selector matches, each with its module."""
     places = []
     for site, node in select_in(modules, selector, ("output",)).places:
@@ -202,7 +202,7 @@ class Grid:
         groups: the changes, by the sites that they change.
     """
 
-    def __init__(self, entries: list[Entry], each: Each, known: Mapping[str, Any]) -> None:
+    def __init__(self, entries: list[ChangeEntry], each: Each, known: Mapping[str, Any]) -> None:
         labels = list(dict.fromkeys(label for entry in entries for label in entry.changes))
         self._has_labels = labels != [0] or any(entry.is_labelled for entry in entries)
         first = "change" if any(entry.is_joint for entry in entries) else "site"
@@ -215,21 +215,21 @@ class Grid:
                 "\nGive (label, {site: change}), or select each site once."
             )
         cuts = [
-            [_cut_dims(str(site), known[str(site)], each) for site, _ in entry.places]
+            [_divide_dims(str(site), known[str(site)], each) for site, _ in entry.places]
             for entry in entries
         ]
         for axis, name in enumerate(each):
             longest = max(at_site[axis].n_parts for by_site in cuts for at_site in by_site)
-            self.axes[self._checked_axis(name)] = tuple(range(longest))
+            self.axes[self._require_new_axis(name)] = tuple(range(longest))
         if self._has_labels:
-            self.axes[self._checked_axis("change")] = tuple(labels)
+            self.axes[self._require_new_axis("change")] = tuple(labels)
         self._part = cache(_part_slices)  # most sites are cut alike
         self.groups: list[Group] = [
             Group(entry.places, list(self._points(number, entry, by_site)))
             for number, (entry, by_site) in enumerate(zip(entries, cuts, strict=True))
         ]
 
-    def _checked_axis(self, name: str) -> str:
+    def _require_new_axis(self, name: str) -> str:
         if name in self.axes:
             raise InputError(
                 f"each axis must have a name of its own, got {name!r} twice."
@@ -247,7 +247,9 @@ class Grid:
         """The number of changes."""
         return sum(len(group.points) for group in self.groups)
 
-    def _points(self, number: int, entry: Entry, cuts: list[tuple[_Cut, ...]]) -> Iterator[Point]:
+    def _points(
+        self, number: int, entry: ChangeEntry, cuts: list[tuple[_DividedDim, ...]]
+    ) -> Iterator[Point]:
         """Yield the changes of an entry, in the order of the array."""
         sizes = [range(min(cut.n_parts for cut in axis)) for axis in zip(*cuts, strict=True)]
         last = list(self.axes.values())[-1]
@@ -270,7 +272,7 @@ def bind_change(change: Any, site: Site) -> Callable[..., Any]:
     return bind_own_defaults(at(site) if callable(at) else change, 1)
 
 
-def _cut_dims(site: str, value: Any, each: Each) -> tuple[_Cut, ...]:
+def _divide_dims(site: str, value: Any, each: Each) -> tuple[_DividedDim, ...]:
     """Cut the dimensions of a value, as `each` names them.
 
     Returns:
@@ -284,7 +286,7 @@ def _cut_dims(site: str, value: Any, each: Each) -> tuple[_Cut, ...]:
             f"each= must name dimensions of a tensor, and {site} has {describe.in_words(value)}."
             f"\nSelect a leaf of it, such as {site + ('[0]' if ':' in site else ':output[0]')!r}."
         )
-    cuts: list[_Cut] = []
+    cuts: list[_DividedDim] = []
     for name, given in each.items():
         dim, n = given if isinstance(given, tuple) else (given, None)
         if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
@@ -306,11 +308,11 @@ def _cut_dims(site: str, value: Any, each: Each) -> tuple[_Cut, ...]:
                 "\nGive one of them, or sweep twice."
             )
         step = size // n if n else 1
-        cuts.append(_Cut(dim, size // step if step else 0, step))
+        cuts.append(_DividedDim(dim, size // step if step else 0, step))
     return tuple(cuts)
 
 
-def _part_slices(cuts: tuple[_Cut, ...], index: tuple[int, ...]) -> tuple[slice, ...]:
+def _part_slices(cuts: tuple[_DividedDim, ...], index: tuple[int, ...]) -> tuple[slice, ...]:
     """Return the part of a value at an index of the further axes."""
     part = [slice(None)] * (max([cut.dim for cut in cuts], default=-1) + 1)
     for cut, number in zip(cuts, index, strict=True):

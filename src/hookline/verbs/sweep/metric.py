@@ -20,7 +20,7 @@ Metric = Callable[[Any], Any]
 _FIX = "Give a function of the model's output such as lambda out: out.logits[0, -1, 7]."
 
 
-def check_callable(metric: Any) -> None:
+def require_metric_function(metric: Any) -> None:
     """Refuse a metric that is not a function."""
     if not callable(metric):
         raise InputError(
@@ -44,7 +44,7 @@ def metric_number(metric: Metric, output: Any) -> float:
     return float(number)
 
 
-def refuse_constant(metric: Metric, output: Any, number: float) -> None:
+def refuse_constant_metric(metric: Metric, output: Any, number: float) -> None:
     """Refuse a metric that gives the same number for other outputs.
 
     Raises:

@@ -30,7 +30,7 @@ class PathPoint(NamedTuple):
 
 
 @final
-class Integral:
+class PathIntegral:
     """The gradients of a site on a path, each times how far the value moves there, summed.
 
     The value moves from the middle between a point and the one before to the middle between it and
@@ -89,7 +89,7 @@ class PathGradients:
     def __init__(self, model: nn.Module, inputs: Any, metric: Metric) -> None:
         self._model, self._inputs, self._metric = model, inputs, metric
 
-    def at(
+    def compute_at(
         self, sites: Sequence[str], moved: Values | None = None, fraction: float = 0.0
     ) -> PathPoint:
         """Return the values and gradients at sites.
@@ -103,7 +103,7 @@ class PathGradients:
             InputError: the metric has no gradient, or there is no line to a goal.
             StructureError: a goal has another form.
         """
-        zeros = _Zeros()
+        zeros = _AddedZeros()
         run = self._run(sites, zeros, moved or {}, fraction)
         with torch.enable_grad(), run as output:  # in a checkpoint, the backward runs sites again
             metric = self._metric(output)
@@ -129,13 +129,13 @@ class PathGradients:
 
     def values_at_end(self, sites: Sequence[str], moved: Values) -> dict[str, Tensor]:
         """Return the values at sites where others have reached their goals."""
-        zeros = _Zeros()
+        zeros = _AddedZeros()
         with self._run(sites, zeros, moved, 1.0):
             return zeros.values
 
     @contextmanager
     def _run(
-        self, sites: Sequence[str], zeros: _Zeros, moved: Values, fraction: float
+        self, sites: Sequence[str], zeros: _AddedZeros, moved: Values, fraction: float
     ) -> Iterator[Any]:
         is_over = False
 
@@ -158,7 +158,7 @@ class PathGradients:
 
 
 @final
-class _Zeros:
+class _AddedZeros:
     """Add zeros to the value at each site, and differentiate with respect to them.
 
     The gradient with respect to one site's zeros is that of this site alone, also where another
@@ -190,7 +190,7 @@ class _Zeros:
 
 def _move_towards_goal(site: str, goal: Any, fraction: float, value: Any) -> Any:
     """Return the value at a site, moved by a fraction of the way to its goal."""
-    check_form(site, value, goal)
+    require_same_form(site, value, goal)
     for (leaf, now), (_, then) in zip(tree.tensors(value), tree.tensors(goal), strict=True):
         if now.is_floating_point():
             value = leaves.put(value, leaf, now + fraction * _displacement(now, then), site)
@@ -203,7 +203,7 @@ def _move_towards_goal(site: str, goal: Any, fraction: float, value: Any) -> Any
     return value
 
 
-def check_form(site: str, value: Any, goal: Any) -> None:
+def require_same_form(site: str, value: Any, goal: Any) -> None:
     """Refuse a clean value of another form.
 
     Raises:

@@ -18,14 +18,14 @@ from hookline.verbs.sweep.site_change import SiteChange
 # How far rounding moves a value when the batch has another size, in units of the dtype's own.
 _ROUNDING, _MOST = 1000.0, 0.05
 _LARGE = 1000.0  # times what values are, or a part of it: what rows get that others must not see
-N_STIRRED = 5  # batches in a row: the second is the inputs' own, others get other values
+N_PERTURBED = 5  # batches in a row: the second is the inputs' own, others get other values
 
 
 class NoRowsError(Exception):
     """A value cannot be cut into the rows of the changes that share a forward."""
 
 
-def copy_of(value: Any) -> Any:
+def copy_tensors(value: Any) -> Any:
     """Copy the tensors of a value, because the model or a metric may write to them."""
     return tree.map_tensors(Tensor.clone, value)
 
@@ -37,7 +37,7 @@ def batch_size(inputs: Any) -> int | None:
     return next((tensor.shape[0] for _, tensor in tree.tensors(inputs) if tensor.dim()), None)
 
 
-def repeated(inputs: Any, n: int) -> Any:
+def repeat_inputs(inputs: Any, n: int) -> Any:
     """Return inputs whose batch stands n times in a row; tensors without the batch stay."""
     size = batch_size(inputs)
 
@@ -48,7 +48,7 @@ def repeated(inputs: Any, n: int) -> Any:
     return tree.map_tensors(repeat, inputs)
 
 
-def longer_dim(shape: torch.Size, form: torch.Size, n: int) -> int | None:
+def repeated_dim(shape: torch.Size, form: torch.Size, n: int) -> int | None:
     """Return the dimension in which a shape is n times as long as a form; None for equal ones.
 
     Raises:
@@ -65,11 +65,11 @@ def longer_dim(shape: torch.Size, form: torch.Size, n: int) -> int | None:
     return dim
 
 
-def parts_of(output: Any, one_batch: Any, n: int) -> list[Any]:
+def split_output(output: Any, one_batch: Any, n: int) -> list[Any]:
     """Cut the output of a forward that is shared, or shortened, into the outputs of each batch.
 
-    What cannot be cut, such as a mean over the batch or a cache of keys and values, is `Uncut` in
-    each of them.
+    What cannot be cut, such as a mean over the batch or a cache of keys and values, is
+    `UnsplitOutput` in each of them.
 
     Args:
         output: the output.
@@ -77,27 +77,27 @@ def parts_of(output: Any, one_batch: Any, n: int) -> list[Any]:
         n: how often the batch was repeated.
     """
     if type(output) is not type(one_batch):
-        return [Uncut()] * n
+        return [UnsplitOutput()] * n
     if isinstance(output, Tensor):
         if n == 1 and output.shape == one_batch.shape:
             return [output]
         try:
-            dim = _dim_of_rows(output, one_batch, n)
+            dim = _rows_dim(output, one_batch, n)
             return list(torch.split(output, one_batch.shape[dim], dim))
         except NoRowsError:
-            return [output if _shares_memory(output, one_batch) else Uncut()] * n
+            return [output if _shares_memory(output, one_batch) else UnsplitOutput()] * n
     if isinstance(output, _CONTAINERS) or is_dataclass(output):
-        return _parts_of_container(output, one_batch, n)
+        return _split_container(output, one_batch, n)
     is_same = type(output) in tree.PLAIN_ATOMS and output == one_batch
-    return [output if is_same else Uncut()] * n
+    return [output if is_same else UnsplitOutput()] * n
 
 
-def _parts_of_container(output: Any, one_batch: Any, n: int) -> list[Any]:
+def _split_container(output: Any, one_batch: Any, n: int) -> list[Any]:
     items, known = (list(tree.items(whole) or ()) for whole in (output, one_batch))
     if [key for key, _ in items] != [key for key, _ in known]:
-        return [Uncut()] * n
+        return [UnsplitOutput()] * n
     pairs = zip(items, known, strict=True)
-    columns = [parts_of(part, of_one, n) for (_, part), (_, of_one) in pairs]
+    columns = [split_output(part, of_one, n) for (_, part), (_, of_one) in pairs]
     return [tree.rebuild(output, list(row)) for row in zip(*columns, strict=True)] or [output] * n
 
 
@@ -114,7 +114,7 @@ def _raise_no_rows(*_: Any) -> Any:
 
 
 @final
-class Uncut:
+class UnsplitOutput:
     """Stand for a part of an output that has no rows; whatever reads it raises `NoRowsError`."""
 
     def __getattr__(self, name: str) -> Any:
@@ -132,19 +132,21 @@ class Uncut:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _dim_of_rows(value: Tensor, known: Tensor, n: int) -> int:
+def _rows_dim(value: Tensor, known: Tensor, n: int) -> int:
     """Return the dimension in which a value has n times the rows of the batch alone.
 
     Raises:
         NoRowsError: there is none.
     """
-    dim = longer_dim(value.shape, known.shape, n)
+    dim = repeated_dim(value.shape, known.shape, n)
     if dim is None:
         raise NoRowsError
     return dim
 
 
-def changed_rows(value: Tensor, known: Tensor, changes: Sequence[SiteChange], n: int) -> Tensor:
+def apply_changes_to_rows(
+    value: Tensor, known: Tensor, changes: Sequence[SiteChange], n: int
+) -> Tensor:
     """Apply each change to its own rows of a value.
 
     Args:
@@ -156,42 +158,42 @@ def changed_rows(value: Tensor, known: Tensor, changes: Sequence[SiteChange], n:
     Raises:
         NoRowsError: the rows are not n times the value of the batch alone.
     """
-    dim = _dim_of_rows(value, known, n)
+    dim = _rows_dim(value, known, n)
     new = value.clone()
     old, target = (
         torch.unflatten(tensor, dim, (n, known.shape[dim])).movedim(dim, 0)
         for tensor in (value, new)
     )
     are_equal = torch.equal(old, old[:1].expand_as(old))
-    if not all(is_near(row, known) for row in old[: 1 if are_equal else n]):
+    if not all(equal_up_to_rounding(row, known) for row in old[: 1 if are_equal else n]):
         raise NoRowsError
     target[: len(changes)] = _apply_changes(old[: len(changes)], changes, are_equal=are_equal)
     return new
 
 
-def stirred(value: Any, known: Any) -> Any:
+def perturb_other_batches(value: Any, known: Any) -> Any:
     """Change the values of all batches but the second, whose rows may depend on others.
 
     Args:
-        value: the value of the inputs `N_STIRRED` times in a row.
+        value: the value of the inputs `N_PERTURBED` times in a row.
         known: the value of the inputs alone.
     """
     if not (isinstance(value, Tensor) and isinstance(known, Tensor) and value.is_floating_point()):
         return value
     try:
-        dim = _dim_of_rows(value, known, N_STIRRED)
+        dim = _rows_dim(value, known, N_PERTURBED)
     except NoRowsError:
         return value
-    rows = value.chunk(N_STIRRED, dim)[1]
-    return _among_others([rows], known, dim) if is_near(rows, known) else value
+    rows = value.chunk(N_PERTURBED, dim)[1]
+    return _surround_with_others([rows], known, dim) if equal_up_to_rounding(rows, known) else value
 
 
-def without_stirred(batches: Sequence[Any]) -> list[Any]:
-    """Return the second of `N_STIRRED` batches, and those of changes before the last two."""
+def drop_perturbed_batches(batches: Sequence[Any]) -> list[Any]:
+    """Return the second of `N_PERTURBED` batches, and those of changes before the last two."""
     return [batches[1], *batches[3:-2]]
 
 
-def _among_others(batches: Sequence[Tensor], known: Tensor, dim: int) -> Tensor:
+def _surround_with_others(batches: Sequence[Tensor], known: Tensor, dim: int) -> Tensor:
     """Return the rows of a batch, and those of changes, among others, large or small ones."""
     own, *changed = batches
     if not known.is_floating_point():
@@ -204,8 +206,14 @@ def _among_others(batches: Sequence[Tensor], known: Tensor, dim: int) -> Tensor:
     return torch.cat([large, own, -large / 2, *changed, known / _LARGE, large], dim)
 
 
-def with_further_rows(
-    value: Tensor, known: Tensor, changes: Sequence[SiteChange], n: int, size: int, *, stirs: bool
+def append_changed_rows(
+    value: Tensor,
+    known: Tensor,
+    changes: Sequence[SiteChange],
+    n: int,
+    size: int,
+    *,
+    perturbs: bool,
 ) -> Tensor:
     """Append rows to a value: for each change those of the batch alone, with this change.
 
@@ -215,7 +223,7 @@ def with_further_rows(
         changes: the changes.
         n: how many times the rows of the batch the value has.
         size: the size of the batch; with n = 1, the first dimension that has it is that of rows.
-        stirs: whether the batch is the second of `N_STIRRED`, of which all others are stirred:
+        perturbs: whether the batch is the second of `N_PERTURBED`, of which all others are changed:
             with n = 1 they come to it here, otherwise the value has them.
 
     Raises:
@@ -224,18 +232,18 @@ def with_further_rows(
     if n == 1 and value.shape == known.shape and size in known.shape:
         dim = known.shape.index(size)
     else:
-        dim = _dim_of_rows(value, known, n)
+        dim = _rows_dim(value, known, n)
     old = known.expand(len(changes), *known.shape)
     new = _apply_changes(old, changes, are_equal=True).movedim(0, dim).flatten(dim, dim + 1)
-    if not stirs:
+    if not perturbs:
         return torch.cat([value, new], dim)
     batches, size = [value], known.shape[dim]
     if n > 1:
         batches = [
             value.narrow(dim, size, size),
-            value.narrow(dim, 3 * size, (n - N_STIRRED) * size),
+            value.narrow(dim, 3 * size, (n - N_PERTURBED) * size),
         ]
-    return _among_others([*batches, new], known, dim)
+    return _surround_with_others([*batches, new], known, dim)
 
 
 def _apply_changes(rows: Tensor, changes: Sequence[SiteChange], *, are_equal: bool) -> Tensor:
@@ -256,7 +264,7 @@ def _apply_changes(rows: Tensor, changes: Sequence[SiteChange], *, are_equal: bo
         moved = moved[..., None].flatten(places.dim()).any(-1) & places
     moved = moved.flatten(1).any(1).expand(len(rows))
     for change, has_moved in zip(changes, moved.tolist(), strict=True):
-        change.note(has_moved=has_moved)
+        change.count_call(has_moved=has_moved)
     return new.expand_as(rows)
 
 
@@ -276,14 +284,14 @@ def _mask_of_parts(parts: Sequence[tuple[slice, ...]], form: torch.Size) -> Tens
     return torch.from_numpy(mask) if mask.ndim > 1 else None
 
 
-def is_near(a: Tensor, b: Tensor) -> bool:
+def equal_up_to_rounding(a: Tensor, b: Tensor) -> bool:
     """Tell whether two values of one shape differ by no more than rounding."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     gap, size = (float(torch.linalg.vector_norm(t.float())) for t in (a - b, b))
-    return not gap > tolerance(a.dtype) * max(size, sys.float_info.min)
+    return not gap > batching_tolerance(a.dtype) * max(size, sys.float_info.min)
 
 
-def tolerance(dtype: torch.dtype) -> float:
+def batching_tolerance(dtype: torch.dtype) -> float:
     """Return the relative difference that batching may make in a dtype."""
     return min(torch.finfo(dtype).eps * _ROUNDING, _MOST)

@@ -32,7 +32,7 @@ class SiteChange:
     n_calls: int = 0  # how often it was called in the running forward
     _function: Any = None
 
-    def begin(self, functions: dict[int, Callable[..., Any]]) -> None:
+    def begin_forward(self, functions: dict[int, Callable[..., Any]]) -> None:
         """Begin a forward, where a change that draws numbers begins again.
 
         Args:
@@ -53,11 +53,11 @@ class SiteChange:
         new = self.changed_value(value)
         if self.where:
             part = new[self.where]
-            self.note(has_moved=not _are_equal(value[self.where], part))
+            self.count_call(has_moved=not _are_equal(value[self.where], part))
             value = value.clone()
             value[self.where] = part
             return value
-        self.note(has_moved=not _are_equal(value, new))
+        self.count_call(has_moved=not _are_equal(value, new))
         return new
 
     def changed_value(self, value: Any) -> Any:
@@ -94,7 +94,7 @@ class SiteChange:
             " of the model may hold.\nReturn a new value: lambda t: t * 0, not lambda t: t.zero_()."
         )
 
-    def note(self, *, has_moved: bool) -> None:
+    def count_call(self, *, has_moved: bool) -> None:
         """Count a call, and note whether it has moved the value."""
         self.n_calls += 1
         self.has_moved = self.has_moved or has_moved
@@ -111,7 +111,7 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 @final
-class PutBack:
+class CleanValuePatch:
     """A change at one site: the value of the same call in another run.
 
     Args:

@@ -17,7 +17,7 @@ from hookline.errors import InputError, NotRecordedError, check_option_names, ch
 from hookline.verbs.record.run_to_last_site import PartialForward
 from hookline.verbs.shared.progress_bar import progress_bar
 from hookline.verbs.shared.run_model import Inputs, call_model, copy_inputs
-from hookline.verbs.sweep.changing import Changing
+from hookline.verbs.sweep.change_hooks import ChangeHooks
 from hookline.verbs.sweep.forwards import Forwards
 from hookline.verbs.sweep.grid import (
     Changes,
@@ -25,12 +25,17 @@ from hookline.verbs.sweep.grid import (
     Grid,
     check_each,
     clean_patches,
-    read_changes,
-    sites_of,
+    parse_changes,
+    sites_of_entries,
 )
-from hookline.verbs.sweep.metric import Metric, check_callable, metric_number, refuse_constant
-from hookline.verbs.sweep.restore_model import without_side_effects
-from hookline.verbs.sweep.resume_folder import SweepFolder, fingerprint_sweep
+from hookline.verbs.sweep.metric import (
+    Metric,
+    metric_number,
+    refuse_constant_metric,
+    require_metric_function,
+)
+from hookline.verbs.sweep.repeatable_runs import without_side_effects
+from hookline.verbs.sweep.sweep_folder import SweepFolder, fingerprint_sweep
 from hookline.verbs.sweep.sweep_results import Sweep
 
 
@@ -123,32 +128,34 @@ def sweep(
         FolderError: `to` holds another sweep, or cannot be written.
         TypeError: there is no such option.
     """
-    check_callable(metric)
+    require_metric_function(metric)
     check_option_names(sweep, options, SweepOptions.__annotations__)
     rows, to = options.get("rows", 16), options.get("to")
     check_positive_int("rows", rows, "Give rows=16.")
     each = check_each(each)
     with (
         without_side_effects(model, "hl.sweep(model, ...)", inputs, clean),
-        _reader(model, read) as run,
+        _model_runner(model, read) as run,
     ):
         modules = module_tree(model)
         values: dict[str, list[Any]] = {}  # of the clean run
         puts_back = clean is not None and not _are_changes(changes)
         entries = (
-            clean_patches(modules, changes, values) if puts_back else read_changes(modules, changes)
+            clean_patches(modules, changes, values)
+            if puts_back
+            else parse_changes(modules, changes)
         )
-        changing = Changing(modules, sites_of(entries), inputs)
-        with changing.hooked(sites_of(entries, outside=True)):
+        changing = ChangeHooks(modules, sites_of_entries(entries), inputs)
+        with changing.attached(sites_of_entries(entries, outside=True)):
             clean_metric = None
             if puts_back:
-                output, noted = changing.noting(lambda: run(copy_inputs(clean)))
+                output, noted = changing.record_values(lambda: run(copy_inputs(clean)))
                 values.update(noted)
                 clean_metric = metric_number(metric, output)
             elif clean is not None:
                 clean_metric = metric_number(metric, run(copy_inputs(clean)))
             forwards = Forwards(changing, run, inputs, metric)
-            refuse_constant(metric, forwards.output, forwards.baseline)
+            refuse_constant_metric(metric, forwards.output, forwards.baseline)
             grid = Grid(entries, each, changing.known)
             folder = None
             if to is not None:
@@ -157,26 +164,28 @@ def sweep(
                 # Changes that share a forward have other last bits.
                 parts = {"read": str(read), "each": each, "rows": "one" if rows == 1 else "several"}
                 folder = SweepFolder(to, {**job, **parts, **numbers})
-                forwards.go_on(grid.groups, folder.results, str(to))
-            forwards.settle(grid.groups, rows)
-            _measure(forwards, grid, folder, shown=options.get("progress", True))
-    return _result(grid, forwards, clean_metric)
+                forwards.resume_from(grid.groups, folder.results, str(to))
+            forwards.choose_sharing(grid.groups, rows)
+            _measure_all(forwards, grid, folder, shown=options.get("progress", True))
+    return _make_result(grid, forwards, clean_metric)
 
 
-def _measure(forwards: Forwards, grid: Grid, folder: SweepFolder | None, *, shown: bool) -> None:
+def _measure_all(
+    forwards: Forwards, grid: Grid, folder: SweepFolder | None, *, shown: bool
+) -> None:
     """Measure all changes that have no number yet, with a progress bar."""
     if len(forwards.results) == grid.n_points and folder is None:
         return  # a few share the forward that was checked
     with progress_bar(shown=shown) as bar:
         task = bar.add_task("sweep", total=grid.n_points, rows="")
-        for groups in forwards.joined(grid.groups):
+        for groups in forwards.joinable_groups(grid.groups):
             forwards.measure(groups)
             if folder is not None:
                 folder.write(forwards.results)
             bar.update(task, completed=len(forwards.results))
 
 
-def _result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:
+def _make_result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:
     values = np.full(grid.shape, np.nan)
     is_change, unmoved = np.zeros((2, *grid.shape), dtype=bool)
     for index, (number, has_moved) in forwards.results.items():
@@ -189,7 +198,7 @@ def _result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:
 
 
 @contextmanager
-def _reader(
+def _model_runner(
     model: nn.Module, read: str | Site | Selection | None
 ) -> Iterator[Callable[[Any], Any]]:
     """Yield a function that runs the model and returns what the metric reads."""

@@ -17,8 +17,8 @@ from hookline.display.text_table import Heading
 from hookline.display.units import measure
 from hookline.engine import Site, normalize_root
 from hookline.errors import InputError
+from hookline.verbs.sweep.estimate_verdicts import Array, Verdict, judge_sites, spearman
 from hookline.verbs.sweep.grid import Label
-from hookline.verbs.sweep.judge_estimates import Array, Verdict, judge_sites, spearman
 
 _MOST_ROWS, _MOST_NAMED = 12, 4
 _ENOUGH = 20  # measured changes a site, for a verdict
@@ -63,7 +63,7 @@ class Effects(Result):
             )
         return self.effects / (self.clean - self.baseline)
 
-    def _index(self, *labels: Label) -> tuple[int, ...]:
+    def _index_of_labels(self, *labels: Label) -> tuple[int, ...]:
         """Return the index of labels, given in the order of the axes; later axes may be left out.
 
         Raises:
@@ -90,7 +90,9 @@ class Effects(Result):
 
     def __getitem__(self, labels: Label | tuple[Label, ...]) -> Any:
         """Return the effect at a label of each axis; at the first labels alone, an array."""
-        return self.effects[self._index(*(labels if isinstance(labels, tuple) else (labels,)))]
+        return self.effects[
+            self._index_of_labels(*(labels if isinstance(labels, tuple) else (labels,)))
+        ]
 
     def _indexed_labels(self) -> Iterator[tuple[tuple[int, ...], dict[str, Label]]]:
         """Yield the index and the labels of each change, in the order of the arrays."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hookline.engine import Site, foreign_hooks, has_numbers
 from hookline.engine.pytree import tree
 from hookline.verbs.shared.model_state import tensor_version
-from hookline.verbs.sweep.rows_per_change import NoRowsError, longer_dim
+from hookline.verbs.sweep.rows_per_change import NoRowsError, repeated_dim
 
 # The block that records or replays in this context. Other threads get the original forwards.
 _running: ContextVar[object | None] = ContextVar("hookline_tape", default=None)
@@ -34,12 +34,12 @@ Answer = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 @final
 @dataclass(slots=True, eq=False)
-class Call:
+class RecordedCall:
     """One call of a module in the recorded run."""
 
     number: int  # its number, in the order of beginnings
     module: nn.Module  # the module
-    parent: Call | None  # the call that it ran in; None for the root's
+    parent: RecordedCall | None  # the call that it ran in; None for the root's
     begin: int  # the time of its beginning, in events
     end: int | None = None  # the time of its end; None if it has not returned
     # What the forward returned, if the tape keeps it; or the shapes of its tensors.
@@ -72,9 +72,9 @@ class Tape:
         # Their own modules run, because a hook there may collect what the model returns.
         self._hooked: set[int] = set()
         _is_hooked(modules[0][1], self._hooked)
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.unseen: set[int] = set()
-        self._stack: list[Call] = []
+        self._stack: list[RecordedCall] = []
         self._n_events = 0
         self._copied: Collection[int] = ()
         self._kept: Collection[int] | None = None
@@ -86,7 +86,7 @@ class Tape:
     # -- recording -------------------------------------------------------------------------------
 
     @contextmanager
-    def recording(
+    def record_calls(
         self,
         *,
         kept: Collection[int] | None = None,
@@ -104,7 +104,7 @@ class Tape:
                 later is kept.
         """
         self._kept, self._copied, self._is_over = kept, copied, is_over
-        with standing_in([module for _, module in self._named_modules], self._record):
+        with replace_forwards([module for _, module in self._named_modules], self._record):
             yield
         self._copies.clear()
 
@@ -116,17 +116,17 @@ class Tape:
         kwargs: dict[str, Any],
     ) -> Any:
         parent = self._stack[-1] if self._stack else None
-        call = Call(len(self.calls), module, parent, self._tick())
+        call = RecordedCall(len(self.calls), module, parent, self._next_time())
         self.calls.append(call)
         self._stack.append(call)
-        given = _tensors_among(args, kwargs)
+        given = _argument_tensors(args, kwargs)
         versions = list(map(tensor_version, given))
-        contents = [_contents(value) for value in (*args, *kwargs.values())]
+        contents = [_content_ids(value) for value in (*args, *kwargs.values())]
         try:
             output = forward(*args, **kwargs)
         finally:
             self._stack.pop()
-        call.end = self._tick()
+        call.end = self._next_time()
         if self._is_over():
             return output
         if self._kept is None or call.number in self._kept:
@@ -134,16 +134,16 @@ class Tape:
             call.writes = [
                 (n, tensor.clone()) for n, (tensor, v) in pairs if tensor_version(tensor) != v
             ]
-            now = [_contents(value) for value in (*args, *kwargs.values())]
+            now = [_content_ids(value) for value in (*args, *kwargs.values())]
             call.fills = contents != now
-        self._note(call, output)
+        self._record_output(call, output)
         return output
 
-    def _tick(self) -> int:
+    def _next_time(self) -> int:
         self._n_events += 1
         return self._n_events
 
-    def _note(self, call: Call, output: Any) -> None:
+    def _record_output(self, call: RecordedCall, output: Any) -> None:
         is_tensor = isinstance(output, Tensor)  # which most are
         tensors = [output] if is_tensor else [tensor for _, tensor in tree.tensors(output)]
         if self._kept is not None and call.number not in self._kept:
@@ -151,13 +151,13 @@ class Tape:
             return
         call.output = output
         if call.number in self._copied:
-            call.output = tree.map_tensors(self._copy, output)
+            call.output = tree.map_tensors(self._copy_once, output)
         elif not is_tensor:  # a cache may go on growing
             call.output = tree.map_tensors(lambda tensor: tensor, output)
         if self._kept is None:  # a first run, which tells what may be kept
-            self._seen += [(call.number, t, tensor_version(t), _sum(t)) for t in tensors]
+            self._seen += [(call.number, t, tensor_version(t), _tensor_sum(t)) for t in tensors]
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _copy_once(self, tensor: Tensor) -> Tensor:
         # One copy of a tensor that several calls return: a write to it is seen by all of them.
         key = id(tensor), tensor_version(tensor)
         if key not in self._copies:
@@ -166,7 +166,7 @@ class Tape:
             self._origins[id(copy)] = id(tensor)
         return self._copies[key][1]
 
-    def written_to(self) -> set[int]:
+    def pop_overwritten_calls(self) -> set[int]:
         """Return the calls whose outputs were written to after they had returned, and forget all.
 
         Outputs without a version count as written to, and the root's, which a metric may change.
@@ -179,12 +179,12 @@ class Tape:
         self.unseen = {
             number
             for number, tensor, _, before in self._seen
-            if number not in numbers and before is not None and not _is_sum(tensor, before)
+            if number not in numbers and before is not None and not _has_same_sum(tensor, before)
         }
         self._seen.clear()
         return numbers
 
-    def same_calls(self, other: Tape) -> bool:
+    def has_same_calls(self, other: Tape) -> bool:
         """Tell whether another run made the same calls in the same order."""
         calls, others = (
             [(id(call.module), call.begin, call.end) for call in tape.calls]
@@ -192,13 +192,13 @@ class Tape:
         )
         return calls == others
 
-    def keep(self, numbers: Collection[int]) -> None:
+    def keep_outputs_of(self, numbers: Collection[int]) -> None:
         """Keep the outputs of these calls alone, and what they wrote to their arguments."""
         for call in self.calls:
             if call.number not in numbers:
                 call.output, call.writes = None, []
 
-    def repeated(self, forms: Tape, size: int, n: int) -> Tape | None:
+    def repeat(self, forms: Tape, size: int, n: int) -> Tape | None:
         """Return the tape of a batch that stands n times in a row.
 
         Args:
@@ -212,14 +212,14 @@ class Tape:
             call has written to its arguments.
         """
         has_writes = any(call.writes for call in self.calls if call.output is not None)
-        if has_writes or not self.same_calls(forms):
+        if has_writes or not self.has_same_calls(forms):
             return None
         longer: dict[int, Tensor] = {}
         try:
             for call, known in zip(forms.calls, self.calls, strict=True):
                 shapes, call.output = iter(call.output or ()), None
                 if known.output is not None:
-                    repeat = partial(_repeated, shapes=shapes, sizes=(size, n), known=longer)
+                    repeat = partial(_repeat_tensor, shapes=shapes, sizes=(size, n), known=longer)
                     call.output = tree.map_tensors(repeat, known.output)
         except NoRowsError:
             return None
@@ -227,7 +227,7 @@ class Tape:
 
     # -- what may be left out --------------------------------------------------------------------
 
-    def start_of(self, site: Site, module: nn.Module) -> int:
+    def independent_until(self, site: Site, module: nn.Module) -> int:
         """Return the time up to which the run does not depend on a change at a site."""
         path = site.path
         calls = self._calls_of(module)
@@ -240,43 +240,45 @@ class Tape:
             calls = self._calls_of(by_path.get(path))
         return calls[number].begin if number < len(calls) else 0
 
-    def _calls_of(self, module: nn.Module | None) -> list[Call]:
+    def _calls_of(self, module: nn.Module | None) -> list[RecordedCall]:
         return [call for call in self.calls if call.module is module]
 
     def runs_once(self, module: nn.Module) -> bool:
         """Tell whether the run called a module once."""
         return len(self._calls_of(module)) == 1
 
-    def outermost(self, time: int) -> list[Call]:
+    def skippable_calls(self, time: int) -> list[RecordedCall]:
         """Return the calls to leave out from a time on: those that had ended, none in another."""
         return [
             call
             for call in self.calls
-            if self._is_known(call, time)
-            and not (call.parent and self._is_known(call.parent, time))
+            if self._is_skippable(call, time)
+            and not (call.parent and self._is_skippable(call.parent, time))
         ]
 
-    def _is_known(self, call: Call, time: int) -> bool:
+    def _is_skippable(self, call: RecordedCall, time: int) -> bool:
         return call.has_ended(time) and id(call.module) not in self._hooked
 
     # -- replaying -------------------------------------------------------------------------------
 
     @contextmanager
-    def replaying(self, time: int, copied: Collection[int]) -> Iterator[None]:
+    def replay_calls(self, time: int, copied: Collection[int]) -> Iterator[None]:
         """In the block, return recorded outputs from the calls that had ended at a time.
 
         Args:
             time: the time.
             copied: the numbers of the calls whose outputs are handed out as copies.
         """
-        ended = {call.number: call for call in self.outermost(time)}
-        queues: dict[int, list[Call | None]] = {}  # by id: a module may define == and lose its hash
+        ended = {call.number: call for call in self.skippable_calls(time)}
+        queues: dict[
+            int, list[RecordedCall | None]
+        ] = {}  # by id: a module may define == and lose its hash
         for call in self.calls:
             if call.number in ended or not call.has_ended(time):
                 queues.setdefault(id(call.module), []).append(ended.get(call.number))
         endless = {key: chain(queue, repeat(None)) for key, queue in queues.items()}
         modules = {id(call.module): call.module for call in ended.values()}
-        with standing_in(modules.values(), _Replay(endless, copied, self._origins)):
+        with replace_forwards(modules.values(), _Replay(endless, copied, self._origins)):
             yield
 
 
@@ -286,7 +288,7 @@ class _Replay:
     """Answer calls by recorded outputs, one by one, and repeat what they wrote to their inputs."""
 
     # The calls of each module, by its id; None for those that run.
-    queues: Mapping[int, Iterator[Call | None]]
+    queues: Mapping[int, Iterator[RecordedCall | None]]
     copied: Collection[int]  # the numbers of the calls whose outputs are handed out as copies
     origins: dict[int, int]  # by the id of an output, the id of the tensor that it is a copy of
     # The copies that were handed out, by the ids of the tensors in the recorded run.
@@ -302,13 +304,13 @@ class _Replay:
         call = next(self.queues[id(module)])
         if call is None:
             return forward(*args, **kwargs)
-        given = _tensors_among(args, kwargs) if call.writes else []
+        given = _argument_tensors(args, kwargs) if call.writes else []
         for number, values in call.writes:
             given[number].copy_(values)
         is_copied = call.number in self.copied
-        return tree.map_tensors(self._copy if is_copied else self._seen, call.output)
+        return tree.map_tensors(self._copy_once if is_copied else self._seen, call.output)
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _copy_once(self, tensor: Tensor) -> Tensor:
         origin = self.origins.get(id(tensor), id(tensor))
         if origin not in self.copies:
             self.copies[origin] = tensor.clone()
@@ -319,7 +321,7 @@ class _Replay:
 
 
 @final
-class _StandIn:
+class _ReplacedForward:
     """A forward in a module's `__dict__`, which answers in the context that put it there."""
 
     __slots__ = ("__wrapped__", "_answer", "_module")
@@ -339,14 +341,14 @@ class _StandIn:
 
 
 @contextmanager
-def standing_in(modules: Iterable[nn.Module], answer: Answer) -> Iterator[None]:
+def replace_forwards(modules: Iterable[nn.Module], answer: Answer) -> Iterator[None]:
     """Let a function answer the calls of modules in the block, in this context alone."""
     token = _running.set(answer)
     before: list[tuple[nn.Module, Any]] = []
     try:
         for module in modules:
             before.append((module, vars(module).get("forward")))
-            vars(module)["forward"] = _StandIn(module, answer)
+            vars(module)["forward"] = _ReplacedForward(module, answer)
         yield
     finally:
         for module, forward in before:
@@ -370,7 +372,7 @@ def _is_hooked(module: nn.Module, around: set[int]) -> bool:
     return id(module) in around or bool(foreign_hooks(module))
 
 
-def _repeated(
+def _repeat_tensor(
     tensor: Tensor, shapes: Iterator[torch.Size], sizes: tuple[int, int], known: dict[int, Tensor]
 ) -> Tensor:
     """Repeat a tensor n times along the dimension in which the next shape is longer.
@@ -381,14 +383,14 @@ def _repeated(
     if shape is None:
         raise NoRowsError
     if id(tensor) not in known:
-        dim = longer_dim(shape, tensor.shape, n)
+        dim = repeated_dim(shape, tensor.shape, n)
         if dim is not None and tensor.shape[dim] != size:
             raise NoRowsError
         known[id(tensor)] = tensor if dim is None else torch.cat([tensor] * n, dim)
     return known[id(tensor)]
 
 
-def _tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _argument_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments of a call, also those in its containers."""
     tensors: list[Tensor] = []
     for value in (*args, *kwargs.values()):
@@ -399,7 +401,7 @@ def _tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
     return tensors
 
 
-def _contents(value: Any, depth: int = 0) -> Any:
+def _content_ids(value: Any, depth: int = 0) -> Any:
     """Return the ids of what lies in a value, and in its containers and plain objects.
 
     The caches of transformers are left out: each layer reads its own part of them alone.
@@ -408,10 +410,10 @@ def _contents(value: Any, depth: int = 0) -> Any:
     parts = None if is_cache or depth > _MOST_DEPTH else tree.items(value)
     if parts is None:
         return id(value)
-    return id(value), [(key, _contents(part, depth + 1)) for key, part in parts]
+    return id(value), [(key, _content_ids(part, depth + 1)) for key, part in parts]
 
 
-def _sum(tensor: Tensor) -> Tensor | None:
+def _tensor_sum(tensor: Tensor) -> Tensor | None:
     """Return the sum of a tensor, which most writes change; None of what has none."""
     has_sum = type(tensor) is Tensor and has_numbers(tensor) and tensor.layout is torch.strided
     if not has_sum or tensor.is_quantized or tensor.dtype.itemsize == 1:
@@ -420,7 +422,7 @@ def _sum(tensor: Tensor) -> Tensor | None:
     return tensor.sum(dtype=torch.float32 if is_half else None)
 
 
-def _is_sum(tensor: Tensor, before: Tensor) -> bool:
+def _has_same_sum(tensor: Tensor, before: Tensor) -> bool:
     """Tell whether a tensor has the sum that it had before; NaN is NaN."""
-    now = _sum(tensor)
+    now = _tensor_sum(tensor)
     return now is not None and bool(((now == before) | (now.isnan() & before.isnan())).all())

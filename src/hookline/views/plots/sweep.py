@@ -12,7 +12,7 @@ import torch
 from hookline.display.text import plural, shorten
 from hookline.display.units import measure
 from hookline.errors import InputError
-from hookline.verbs.sweep.judge_estimates import Array
+from hookline.verbs.sweep.estimate_verdicts import Array
 from hookline.verbs.sweep.sweep_results import Effects
 from hookline.views.pixels import colour_scale
 from hookline.views.plots.figure_sheet import (

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
-from hookline.verbs.sweep.rows_per_change import batch_size, repeated
+from hookline.verbs.sweep.rows_per_change import batch_size, repeat_inputs
 from hookline.verbs.sweep.tape import NamedModules, Tape
 
 
 @final
 @dataclass(slots=True, eq=False)
-class Batch:
+class RepeatedBatch:
     """The inputs n times in a row."""
 
     inputs: Any
@@ -24,7 +24,7 @@ class Batch:
 
 
 @final
-class Batches:
+class RepeatedBatches:
     """The inputs of a model, repeated as often as changes share a forward.
 
     Args:
@@ -46,9 +46,9 @@ class Batches:
         self.tape = tape
         self.reuses: bool = False
         self.is_written_unseen: bool = False
-        self._written = tape.written_to()
+        self._written = tape.pop_overwritten_calls()
         self._kept: set[int] = set()
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, RepeatedBatch] = {}
 
     def keep_outputs(self, starts: Collection[int]) -> None:
         """Keep the outputs that stand in for calls, as they were before later calls wrote to them.
@@ -56,7 +56,7 @@ class Batches:
         Args:
             starts: the times up to which calls are left out.
         """
-        kept = {call.number for time in starts for call in self.tape.outermost(time)}
+        kept = {call.number for time in starts for call in self.tape.skippable_calls(time)}
         self._kept = kept
         # A list that a call is given and fills would stay empty.
         self.reuses = bool(starts) and not any(self.tape.calls[number].fills for number in kept)
@@ -67,13 +67,13 @@ class Batches:
             tape = self._record_tape(self._inputs)
             self.reuses = tape is not None
             self.tape = tape or self.tape
-        self.tape.keep(kept)
+        self.tape.keep_outputs_of(kept)
 
-    def repeat(self, n: int) -> Batch:
+    def repeat(self, n: int) -> RepeatedBatch:
         """Return the inputs n times in a row."""
         if n not in self._batches:
-            inputs = repeated(self._inputs, n) if n > 1 else self._inputs
-            self._batches[n] = Batch(inputs, n, self.tape if n == 1 else None)
+            inputs = repeat_inputs(self._inputs, n) if n > 1 else self._inputs
+            self._batches[n] = RepeatedBatch(inputs, n, self.tape if n == 1 else None)
         batch = self._batches[n]
         if self.reuses and batch.tape is None and batch.n_tries == 1:
             # Its outputs cannot be told from its shapes: a change may have led to other calls, or
@@ -82,12 +82,12 @@ class Batches:
             batch.n_tries += 1
         return batch
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget what forwards of repeated inputs have shown."""
         self._batches.clear()
 
     @contextmanager
-    def shortened(self, batch: Batch, start: int) -> Iterator[None]:
+    def skip_known_calls(self, batch: RepeatedBatch, start: int) -> Iterator[None]:
         """Leave calls out of the forward in the block, if their outputs are known.
 
         Args:
@@ -98,18 +98,18 @@ class Batches:
             yield
         elif batch.tape is None:
             forms = Tape(self._named_modules)
-            with forms.recording(kept=()):
+            with forms.record_calls(kept=()):
                 yield
             size = batch_size(self._inputs) or 0
-            batch.tape = self.tape.repeated(forms, size, batch.n)
+            batch.tape = self.tape.repeat(forms, size, batch.n)
             batch.n_tries += 1
         else:
-            with batch.tape.replaying(start, self._written):
+            with batch.tape.replay_calls(start, self._written):
                 yield
 
     def _record_tape(self, inputs: Any) -> Tape | None:
         """Return the tape of a run on inputs; None if it makes other calls."""
         tape = Tape(self._named_modules)
-        with tape.recording(kept=self._kept, copied=self._written):
+        with tape.record_calls(kept=self._kept, copied=self._written):
             self._forward(inputs)
-        return tape if tape.same_calls(self.tape) else None
+        return tape if tape.has_same_calls(self.tape) else None

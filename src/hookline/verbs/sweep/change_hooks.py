@@ -14,20 +14,20 @@ from hookline.errors import InputError
 from hookline.recordings import Recording
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.sweep.grid import Point
-from hookline.verbs.sweep.restore_model import is_hooked
+from hookline.verbs.sweep.repeatable_runs import has_forward_hooks
 from hookline.verbs.sweep.rows_per_change import (
-    N_STIRRED,
+    N_PERTURBED,
     NoRowsError,
+    append_changed_rows,
+    apply_changes_to_rows,
     batch_size,
-    changed_rows,
-    copy_of,
-    stirred,
-    with_further_rows,
+    copy_tensors,
+    perturb_other_batches,
 )
 from hookline.verbs.sweep.site_change import SiteChange
 
 
-class _Asked(NamedTuple):
+class _RequestedChanges(NamedTuple):
     """Changes at one site that the running forward is asked for."""
 
     changes: Sequence[SiteChange]  # the changes, each with its own rows
@@ -36,7 +36,7 @@ class _Asked(NamedTuple):
 
 
 @final
-class Changing:
+class ChangeHooks:
     """Hooks at the sites of changes, which change what one forward is asked to.
 
     Attributes:
@@ -47,19 +47,19 @@ class Changing:
     def __init__(self, modules: ModuleTree, sites: Sequence[str], inputs: Any) -> None:
         self.modules: ModuleTree = modules
         self.sites: Sequence[str] = sites
-        self.is_hooked: bool = modules.root is not None and is_hooked(modules.root)
+        self.is_hooked: bool = modules.root is not None and has_forward_hooks(modules.root)
         self._size = batch_size(inputs) or 0
         self.known: dict[str, Any] = {}
         self._hooked: set[str] = set()
         # Of the running forward: the changes by site, several if a site is changed several times;
         # whether batches beside the inputs' own get other values; and for each site a copy of the
         # value of each call so far, None where none is noted.
-        self._asked: dict[str, list[_Asked]] = {}
-        self._stirs = False
-        self._noted: dict[str, list[Any]] | None = None
+        self._requested: dict[str, list[_RequestedChanges]] = {}
+        self._perturbs = False
+        self._recorded: dict[str, list[Any]] | None = None
 
     @contextmanager
-    def hooked(self, sites: Iterable[Site | str]) -> Iterator[None]:
+    def attached(self, sites: Iterable[Site | str]) -> Iterator[None]:
         """Register hooks at sites for the block, as far as they have none."""
         new = [site for site in dict.fromkeys(map(str, sites)) if site not in self._hooked]
         if not new:
@@ -68,7 +68,7 @@ class Changing:
         line = Line(self.modules, name="sweep")
         line.options.lenient = True
         line.attach_taps(
-            line.select(new), lambda site: partial(self._changed, str(site)), Order.EDIT
+            line.select(new), lambda site: partial(self._changed_value, str(site)), Order.EDIT
         )
         with line:
             self._hooked.update(new)
@@ -78,25 +78,27 @@ class Changing:
                 line.options.quiet = not any(tap.fired for tap in line.taps)  # no run was needed
                 self._hooked.difference_update(new)
 
-    def _changed(self, site: str, _: Pass, value: Any) -> Any:
+    def _changed_value(self, site: str, _: Pass, value: Any) -> Any:
         """Return the changed value at a site; None in the forwards of other sites."""
-        if self._noted is not None:
-            self._noted.setdefault(site, []).append(copy_of(value))
-        known, asked = self.known.get(site), self._asked.get(site)
-        if self._stirs and not self._asked:
-            return stirred(value, known)
+        if self._recorded is not None:
+            self._recorded.setdefault(site, []).append(copy_tensors(value))
+        known, asked = self.known.get(site), self._requested.get(site)
+        if self._perturbs and not self._requested:
+            return perturb_other_batches(value, known)
         for changes, n, adds in asked or ():
             if n == 1 and not adds:
                 value = changes[0](value)
             elif not isinstance(value, Tensor) or not isinstance(known, Tensor):
                 raise NoRowsError
             elif adds:
-                value = with_further_rows(value, known, changes, n, self._size, stirs=self._stirs)
+                value = append_changed_rows(
+                    value, known, changes, n, self._size, perturbs=self._perturbs
+                )
             else:
-                value = changed_rows(value, known, changes, n)
+                value = apply_changes_to_rows(value, known, changes, n)
         return value if asked else None
 
-    def noting(self, forward: Callable[[], Any]) -> tuple[Any, dict[str, list[Any]]]:
+    def record_values(self, forward: Callable[[], Any]) -> tuple[Any, dict[str, list[Any]]]:
         """Run a forward without a change, and note the values that come to the sites.
 
         Returns:
@@ -106,27 +108,29 @@ class Changing:
             NotRecordedError: the forward does not reach one of the sites.
         """
         values: dict[str, list[Any]] = {}
-        with self.hooked(self.sites):
-            self._noted = values
+        with self.attached(self.sites):
+            self._recorded = values
             try:
                 output = forward()
             finally:
-                self._noted = None
+                self._recorded = None
         missing = [site for site in self.sites if site not in values]
         if missing:
-            recorded_run(self.modules, forward, missing)  # raises an error that says why
+            run_and_record(self.modules, forward, missing)  # raises an error that says why
             raise InputError(
                 f"the model must reach the same sites in each run, got {missing[0]} in the second"
                 " run alone: it keeps state.\nReset this state first, or leave the site out."
             )
         return output, values
 
-    def are_all_noted(self) -> bool:
+    def are_all_recorded(self) -> bool:
         """Tell whether a value has come to each site in the running forward."""
-        return self._noted is not None and len(self._noted) == len(self.sites)
+        return self._recorded is not None and len(self._recorded) == len(self.sites)
 
     @contextmanager
-    def making(self, shares: Sequence[Sequence[Point]], n: int | None = None) -> Iterator[None]:
+    def apply_changes(
+        self, shares: Sequence[Sequence[Point]], n: int | None = None
+    ) -> Iterator[None]:
         """Make changes in the forward of the block, each in rows of its own.
 
         Args:
@@ -137,37 +141,37 @@ class Changing:
         n_before = 1
         try:
             for points in shares:
-                self._ask(points, n_before if n is None else n, adds=n is None)
-                n_before += len(points) + (N_STIRRED - 1) * (self._stirs and n_before == 1)
+                self._request_changes(points, n_before if n is None else n, adds=n is None)
+                n_before += len(points) + (N_PERTURBED - 1) * (self._perturbs and n_before == 1)
             yield
         finally:
-            self._asked.clear()
+            self._requested.clear()
 
     @contextmanager
-    def stirring(self) -> Iterator[None]:
-        """In the block, change all of `N_STIRRED` batches but the second, at all sites.
+    def perturb_batches(self) -> Iterator[None]:
+        """In the block, change all of `N_PERTURBED` batches but the second, at all sites.
 
         The second keeps its values, unless its rows depend on others. Where changes add rows to the
         batch alone, the other batches come to it at the first site.
         """
-        with self.hooked(self.sites):
-            self._stirs = True
+        with self.attached(self.sites):
+            self._perturbs = True
             try:
                 yield
             finally:
-                self._stirs = False
+                self._perturbs = False
 
-    def _ask(self, points: Sequence[Point], n: int, *, adds: bool) -> None:
+    def _request_changes(self, points: Sequence[Point], n: int, *, adds: bool) -> None:
         """Ask the hooks at the sites of a group for its changes."""
         for changes in zip(*[point.changes for point in points], strict=True):
-            asked = self._asked.setdefault(str(changes[0].site), [])
-            asked.append(_Asked(changes, n, adds))
+            asked = self._requested.setdefault(str(changes[0].site), [])
+            asked.append(_RequestedChanges(changes, n, adds))
         functions: dict[int, Callable[..., Any]] = {}
         for change in (change for point in points for change in point.changes):
-            change.begin(functions)
+            change.begin_forward(functions)
 
 
-def recorded_run(
+def run_and_record(
     modules: ModuleTree, forward: Callable[[], Any], sites: Selector
 ) -> tuple[Any, Recording]:
     """Run a forward, and record the values at sites as copies.

@@ -14,7 +14,7 @@ from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.errors import FolderError
 from hookline.files.folder_or_url import as_place
 from hookline.files.sealed_json import MANIFEST, FolderFormat, seal_json, verify_seal
-from hookline.verbs.sweep.grid import Entry
+from hookline.verbs.sweep.grid import ChangeEntry
 
 FORMAT = FolderFormat(
     "hookline sweep", 1, "a sweep", "hl.sweep(..., to=)", "measure it again in a new folder"
@@ -23,7 +23,7 @@ Results = dict[tuple[int, ...], tuple[float, bool]]
 
 
 def fingerprint_sweep(
-    model: nn.Module, inputs: Any, clean: Any, metric: Any, entries: Sequence[Entry]
+    model: nn.Module, inputs: Any, clean: Any, metric: Any, entries: Sequence[ChangeEntry]
 ) -> dict[str, Any]:
     """Identify what a sweep measures, so that another sweep does not go on with its numbers."""
     return {
@@ -35,7 +35,7 @@ def fingerprint_sweep(
     }
 
 
-def _entry_texts(entry: Entry) -> list[Any]:
+def _entry_texts(entry: ChangeEntry) -> list[Any]:
     """Return the sites, labels and functions of changes, as texts."""
     sites = [str(site) for site, _ in entry.places]
     return [sites, [(repr(label), *map(function_identity, functions))
