@@ -93,7 +93,7 @@ TESTS_OF = {
     "verbs/extract/collective_steps": (_EXTRACT,),
     "verbs/extract/sharded_ranks_engine": (_EXTRACT,),
     "verbs/record/keep": ("test_distributed_values.py",),
-    "verbs/record/keep_gradients": _DISTRIBUTED,
+    "verbs/record/gradient_keepers": _DISTRIBUTED,
 }
 
 OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
-from hookline.verbs.record.run_to_last_site import PartialForward
+from hookline.verbs.record.partial_forward import PartialForward
 from zoo import Sized
 
 

@@ -185,7 +185,7 @@ class Replay:
             args, kwargs = tree.map_tensors(self._without_graph, (args, kwargs))
         with (
             treat_runs_as_recomputation(self._passes),
-            start.restored(self._root),
+            start.restore_state(self._root),
             self._recording_calls(),
         ):
             self._name_weights_and_inputs(args, kwargs)

@@ -258,10 +258,10 @@ class _SiteEdit:
     def edit_value(self, change: Callable[..., Any], current: Pass, value: Any) -> Any:
         """Call the function on a value, which it may not write to."""
         if self.limits is not None:
-            return self.limits.apply(partial(self._edit_value, change), current, value)
-        return self._edit_value(change, value)
+            return self.limits.apply(partial(self._call_on_value, change), current, value)
+        return self._call_on_value(change, value)
 
-    def _edit_value(self, change: Callable[..., Any], value: Any, **extra: Any) -> Any:
+    def _call_on_value(self, change: Callable[..., Any], value: Any, **extra: Any) -> Any:
         change = partial(change, **extra) if extra else change
         new = call_undoing_writes(change, value, self._in_place_error, self._missing_return_error)
         return new if is_dynamo_compiling() else self._record_whether_changed(new)
@@ -269,10 +269,10 @@ class _SiteEdit:
     def edit_gradient(self, change: Callable[..., Any], current: Pass, call: int, grad: Any) -> Any:
         """Call the function on a gradient, which it may not write to."""
         if self.limits is not None:
-            return self.limits.apply(partial(self._edit_gradient, change), current, grad, call)
-        return self._edit_gradient(change, grad)
+            return self.limits.apply(partial(self._call_on_gradient, change), current, grad, call)
+        return self._call_on_gradient(change, grad)
 
-    def _edit_gradient(self, change: Callable[..., Any], grad: Any, **extra: Any) -> Any:
+    def _call_on_gradient(self, change: Callable[..., Any], grad: Any, **extra: Any) -> Any:
         change = partial(change, **extra) if extra else change
         return self._record_whether_changed(call_gradient_function(change, grad, self.where))
 

@@ -22,7 +22,7 @@ from hookline.verbs.extract.worker import Worker
 from hookline.verbs.record.float32_reductions import call_in_float32
 from hookline.verbs.record.keep import KeepOptions
 from hookline.verbs.record.model_state_tracker import ModelStateTracker
-from hookline.verbs.record.run_to_last_site import PartialForward
+from hookline.verbs.record.partial_forward import PartialForward
 from hookline.verbs.shared.model_state import in_eval_mode
 
 _MOST_NAMED = 3

@@ -97,7 +97,7 @@ class RayEngine:
         size = min(max(len(left) // (_TASKS_AN_ACTOR * n_actors), 1), _MOST_SHARDS_A_TASK)
         tasks = deque(left[at : at + size] for at in range(0, len(left), size))
         driver, environments, digest = compared_environment(), set(), job.digest
-        with self._actors(n_actors, job) as actors, explain_ray_errors(self._ray):
+        with self._start_actors(n_actors, job) as actors, explain_ray_errors(self._ray):
             for made in self._run_tasks(actors, tasks):
                 if made.error:
                     raise pickle.loads(made.error)
@@ -132,7 +132,7 @@ class RayEngine:
                 yield result
 
     @contextmanager
-    def _actors(self, n: int, job: Job) -> Iterator[list[Any]]:
+    def _start_actors(self, n: int, job: Job) -> Iterator[list[Any]]:
         """Start actors, which end with the block."""
         replica = self._ray.remote(_RayActor).options(
             num_cpus=torch.get_num_threads(),

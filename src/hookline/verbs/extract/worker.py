@@ -25,7 +25,7 @@ from hookline.stores.first_batch_summary import ComputePrecision, summarize_colu
 from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import Chunk, ColumnForm
 from hookline.verbs.extract.padding_check import PaddingCheck
-from hookline.verbs.record.run_to_last_site import PartialForward
+from hookline.verbs.record.partial_forward import PartialForward
 from hookline.verbs.shared.run_model import binding_error, signature_of
 
 _MOST_AHEAD = 2  # batches that wait for the device
@@ -124,7 +124,7 @@ class Worker:
 
     def _run_whole_forward(self, batch: NumberedBatch) -> Chunk:
         with self._runner.whole_forward():
-            return self._run(batch)
+            return self._run_with_seed(batch)
 
     def run_batch(self, batch: NumberedBatch) -> Chunk:
         """Run the model on a batch, unless that was done already, and return its rows.
@@ -136,9 +136,13 @@ class Worker:
             StructureError: a value does not have a row for each item or token.
         """
         first_chunk, self._first_chunk, self._first_copy = self._first_chunk, None, None
-        return first_chunk if first_chunk is not None and batch.number == 0 else self._run(batch)
+        return (
+            first_chunk
+            if first_chunk is not None and batch.number == 0
+            else self._run_with_seed(batch)
+        )
 
-    def _run(self, batch: NumberedBatch) -> Chunk:
+    def _run_with_seed(self, batch: NumberedBatch) -> Chunk:
         with seeded(batch.number, self._accelerators):
             chunk = self._make_chunk(batch)
         # A batch holds pinned memory until the device has it.

@@ -182,7 +182,7 @@ class SiteSlots:
         pairs = zip(self._of.statistics, slots, strict=True)
         self.slots = [statistic.update(part, value) for statistic, part in pairs]
 
-    def finish_deferred(self, slots: Tensor | None, copy: Tensor) -> None:
+    def set_deferred_slots(self, slots: Tensor | None, copy: Tensor) -> None:
         """Take the slots of the value that waits; without them, measure its copy."""
         if not self._is_deferred:
             return  # the site was left out meanwhile
@@ -341,7 +341,7 @@ class Slots:
         return self._turn
 
     @contextmanager
-    def mark_from_graph(self) -> Iterator[None]:
+    def mark_values_from_graph(self) -> Iterator[None]:
         """Note that the values in the block have left a compiled graph."""
         self.comes_from_graph = True
         try:
@@ -412,7 +412,7 @@ class Slots:
             await_default_stream(copies)
             slots: list[Any] = self._measure_many(copies)
             for (site, copy), part in zip(waiting, slots or [None] * len(waiting), strict=True):
-                site.finish_deferred(part, copy)
+                site.set_deferred_slots(part, copy)
 
     def is_outside_training(self, current: Pass) -> bool:
         """Tell whether a value flows without gradients, as in validation.

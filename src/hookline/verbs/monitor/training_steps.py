@@ -188,10 +188,10 @@ class TrainingSteps:
                 f"seen.log must write under the name {LOGGED!r}, got a model with a module of this"
                 " name.\nRename the module, or select others: hl.monitor(model, selector)."
             )
-        self._keep_numbers(numbers, step)
+        self._log_to_step(numbers, step)
 
     @_stop_on_error
-    def _keep_numbers(self, numbers: dict[str, float | Tensor], step: int | None) -> None:
+    def _log_to_step(self, numbers: dict[str, float | Tensor], step: int | None) -> None:
         if step is not None:
             self._logged.log(numbers, step, is_given=True)
         elif self.told_by == "optimizer" and self._last is not None and not self._has_step_begun():

@@ -185,7 +185,7 @@ class _MeasuringGradOutputTap(GradOutputTap):
 
     def receive_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
         """Measure a gradient that has left a compiled graph, which may have another order."""
-        with self.on.slots.mark_from_graph():
+        with self.on.slots.mark_values_from_graph():
             super().receive_from_graph(number, call, slot, grad)
 
 
@@ -210,5 +210,5 @@ class _MeasuringGradInputTap(GradInputTap):
 
     def receive_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
         """Measure a gradient that has left a compiled graph, which may have another order."""
-        with self.on.slots.mark_from_graph():
+        with self.on.slots.mark_values_from_graph():
             super().receive_from_graph(number, call, slot, grad)

@@ -51,7 +51,7 @@ class PassCosts:
         self.has_gradients: bool = False
 
 
-class Sample(NamedTuple):
+class PassSample(NamedTuple):
     """Hold the costs of a pass: the mean over passes that share one backward."""
 
     number: int  # the first pass
@@ -114,7 +114,7 @@ class CostsByPass:
         n_passes = self._n_passes[failed] + sum(pass_costs.number >= 0 for pass_costs in passes)
         return n_passes, _sum_costs([self._sums[failed], *map(_cost_matrix, passes)])
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[PassSample]:
         """Return the costs of the passes that are kept and did not fail, in order.
 
         Several passes may share a backward, which runs in the time of the last one.
@@ -148,9 +148,9 @@ def _cost_matrix(pass_costs: PassCosts) -> Costs:
     return numpy.array(pass_costs.costs).reshape(-1, _N_SLOTS)
 
 
-def _mean_sample(passes: Sequence[PassCosts]) -> Sample:
+def _mean_sample(passes: Sequence[PassCosts]) -> PassSample:
     mean = _sum_costs(map(_cost_matrix, passes)) / len(passes)
-    return Sample(passes[0].number, len(passes), mean)
+    return PassSample(passes[0].number, len(passes), mean)
 
 
 def _sum_costs(costs: Iterable[Costs]) -> Costs:

@@ -124,7 +124,7 @@ class Profile(FinalizingLine[Line], Result):
         self._line.__enter__()
         return self
 
-    def start(self) -> None:
+    def attach_hooks(self) -> None:
         """Attach the hooks."""
         line, profile_lanes, model = self._line, self._profile_lanes, self._model
         assert model is not None
@@ -176,7 +176,7 @@ class Profile(FinalizingLine[Line], Result):
             return
         self._model = None
         self._profile_lanes.stop_clocks()
-        self._kinds.release()
+        self._kinds.release_model()
         if error is None:
             self._warn_at_end()
 
@@ -475,7 +475,7 @@ def profile(model: nn.Module, *, flops: bool = True, every_thread: bool = False)
     line = Line(model, name="profile", every_thread=every_thread)
     line.options.quiet = line.options.lenient = True
     profiling = Profile(line, model, flops=flops)
-    profiling.start()
+    profiling.attach_hooks()
     return profiling
 
 

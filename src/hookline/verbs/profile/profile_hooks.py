@@ -140,7 +140,7 @@ class ProfileTap(Tap):
         if lane is not None and lane.calls:
             call = lane.calls[-1]
             if call.began is None and call.account.context.path == self.site.path:
-                lane.begin(call)
+                lane.resume_for_module(call)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Stop the clock: the first forward hook, also called when the module raises."""
@@ -148,7 +148,7 @@ class ProfileTap(Tap):
             return
         call = self._profile_lanes.find_call(call_frame(sys._getframe(1)))
         if call is not None:
-            call.account.lane.leave(call)
+            call.account.lane.pause_after_module(call)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Let the clock go on: the last forward hook, also called when the module raises."""
@@ -156,7 +156,7 @@ class ProfileTap(Tap):
             return
         call = self._profile_lanes.find_call(call_frame(sys._getframe(1)))
         if call is not None:
-            call.account.lane.finish(call, output)
+            call.account.lane.finish_call(call, output)
 
     def _recomputed_pass(self, current: Pass) -> Pass:
         return current  # recomputation has a column of its own
@@ -225,14 +225,14 @@ class CompiledRegions:
         local = frame.f_locals
         args, kwargs = local.get("args", ()), local.get("kwargs", {})
         lane = self._profile_lanes.enter(self._paths[id(module)], frame, current, args, kwargs)
-        lane.begin(lane.calls[-1])
+        lane.resume_for_module(lane.calls[-1])
 
     def leave(self, module: nn.Module, frame: FrameType, output: Any) -> None:
         """End the call."""
         call = self._profile_lanes.find_call(frame)
         if call is not None and not call.account.lane.closed:
-            call.account.lane.leave(call)
-            call.account.lane.finish(call, output)
+            call.account.lane.pause_after_module(call)
+            call.account.lane.finish_call(call, output)
 
     def add_error_note(self, error: BaseException) -> None:
         """Say nothing of an error."""

@@ -200,7 +200,7 @@ class RunKinds:
             self.failure = f"the {noun} cannot be copied: {why_not_fakeable(error)}"
         self.seconds += STOPWATCH.read() - began
 
-    def release(self) -> None:
+    def release_model(self) -> None:
         """Let go of the model."""
         self._model, self._by_path = None, {}
         for kind in self.kinds:

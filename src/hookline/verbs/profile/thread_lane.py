@@ -223,13 +223,13 @@ class Lane:
             self.account.inner[path] = account
         return account
 
-    def begin(self, call: ModuleCall) -> None:
+    def resume_for_module(self, call: ModuleCall) -> None:
         """Let the clock go on: the module runs."""
         self._assign_next_nodes(call.account)
         call.began = self._start = self.clock.resume()
 
-    def leave(self, call: ModuleCall) -> None:
-        """Stop the clock when the module has run, until `finish`."""
+    def pause_after_module(self, call: ModuleCall) -> None:
+        """Stop the clock when the module has run, until `finish_call`."""
         mark = self.clock.pause()
         while self.calls[-1] is not call:
             self.calls.pop()
@@ -238,7 +238,7 @@ class Lane:
             self._add_trace_event(call.account, call.began, mark)
         self._assign_next_nodes(call.before)
 
-    def finish(self, call: ModuleCall, output: Any) -> None:
+    def finish_call(self, call: ModuleCall, output: Any) -> None:
         """End the call: hook the graph that it made, and let the clock go on."""
         self.calls.pop()
         if call.run is not None and call.run.has_raised():

@@ -16,7 +16,7 @@ from hookline.errors import InputError, NotRecordedError, check_option_names, wa
 from hookline.recordings import Recording
 from hookline.verbs.record.keep import KeepOptions
 from hookline.verbs.record.model_state_tracker import ModelStateTracker, may_keep_state
-from hookline.verbs.record.run_to_last_site import PartialForward
+from hookline.verbs.record.partial_forward import PartialForward
 from hookline.verbs.shared.model_state import in_eval_mode
 from hookline.verbs.shared.run_model import Inputs, unwrap_lone_tensor
 

@@ -39,6 +39,7 @@ from hookline.engine.run_settings import SettingsReader
 from hookline.errors import SelectionError, check_option_names, warn
 from hookline.recordings import Recording
 from hookline.verbs.record.by_query import ByQuery
+from hookline.verbs.record.gradient_keepers import GradientKeeper, PlainGradTap
 from hookline.verbs.record.keep import (
     Keeper,
     KeepOptions,
@@ -46,7 +47,6 @@ from hookline.verbs.record.keep import (
     compiled_keep_function,
     keeps_plain_values,
 )
-from hookline.verbs.record.keep_gradients import GradientKeeper, PlainGradTap
 from hookline.verbs.record.to_store import StoreLine, make_store_line
 from hookline.verbs.shared.enclosing_generate import may_generate, n_beams
 from hookline.verbs.shared.finalizing_line import FinalizingLine

@@ -87,7 +87,7 @@ def hookline_notes(error: BaseException) -> list[str]:
     return [note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE)]
 
 
-def note_failing_module(model: nn.Module, error: Exception) -> None:
+def add_failing_module_note(model: nn.Module, error: Exception) -> None:
     """Add a note to a model's exception that names the module that raised it.
 
     An exception of hookline's own, or with a note of hookline's, stays unchanged.

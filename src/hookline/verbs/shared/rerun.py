@@ -77,7 +77,7 @@ class RunStart:
         return None
 
     @contextmanager
-    def restored(self, root: nn.Module) -> Iterator[None]:
+    def restore_state(self, root: nn.Module) -> Iterator[None]:
         """Put buffers, random states and modes as they were when the run began, for the block."""
         with restore_modes_buffers_rng(list(root.modules())):
             for table, name, copy in self._copies:

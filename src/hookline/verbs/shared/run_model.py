@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from hookline.display.text import plural
 from hookline.engine.pytree import tree
 from hookline.errors import InputError
-from hookline.verbs.shared.failing_module import note_failing_module
+from hookline.verbs.shared.failing_module import add_failing_module_note
 from hookline.verbs.shared.model_state import restore_after_run
 from hookline.verbs.shared.refused_weights import first_lazy_name
 
@@ -43,7 +43,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
         note = _input_advice(model, inputs) if may_refuse else None
         if note:
             error.add_note(f"hookline: {note}")
-        note_failing_module(model, error)
+        add_failing_module_note(model, error)
         raise
 
 

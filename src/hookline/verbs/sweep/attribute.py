@@ -21,7 +21,14 @@ from hookline.verbs.shared.run_settings import RandomStates, generators_of
 from hookline.verbs.sweep.change_hooks import ChangeHooks, run_and_record
 from hookline.verbs.sweep.estimate_verdicts import Array
 from hookline.verbs.sweep.forwards import Forwards
-from hookline.verbs.sweep.grid import Each, Grid, Group, check_each, clean_patches, sites_of_entries
+from hookline.verbs.sweep.grid import (
+    Each,
+    Grid,
+    SiteGroup,
+    check_each,
+    clean_patches,
+    sites_of_entries,
+)
 from hookline.verbs.sweep.metric import (
     Metric,
     metric_number,
@@ -223,7 +230,7 @@ def _sum_scores_of_parts(
     return sums, is_part
 
 
-def _sample_changes(groups: Sequence[Group], n: int) -> list[Group]:
+def _sample_changes(groups: Sequence[SiteGroup], n: int) -> list[SiteGroup]:
     """Choose some of the changes at random, as many at each site as far as there are."""
     rng = random.Random(_SEED)
     shuffled = [rng.sample(group.points, len(group.points)) for group in groups]

@@ -13,7 +13,7 @@ from hookline.engine import Line, ModuleTree, Order, Pass, Selector, Site
 from hookline.errors import InputError
 from hookline.recordings import Recording
 from hookline.verbs.record.record import start_recording
-from hookline.verbs.sweep.grid import Point
+from hookline.verbs.sweep.grid import GridPoint
 from hookline.verbs.sweep.repeatable_runs import has_forward_hooks
 from hookline.verbs.sweep.rows_per_change import (
     N_PERTURBED,
@@ -129,7 +129,7 @@ class ChangeHooks:
 
     @contextmanager
     def apply_changes(
-        self, shares: Sequence[Sequence[Point]], n: int | None = None
+        self, shares: Sequence[Sequence[GridPoint]], n: int | None = None
     ) -> Iterator[None]:
         """Make changes in the forward of the block, each in rows of its own.
 
@@ -161,7 +161,7 @@ class ChangeHooks:
             finally:
                 self._perturbs = False
 
-    def _request_changes(self, points: Sequence[Point], n: int, *, adds: bool) -> None:
+    def _request_changes(self, points: Sequence[GridPoint], n: int, *, adds: bool) -> None:
         """Ask the hooks at the sites of a group for its changes."""
         for changes in zip(*[point.changes for point in points], strict=True):
             asked = self._requested.setdefault(str(changes[0].site), [])

@@ -20,7 +20,7 @@ from hookline.verbs.shared.run_model import copy_inputs
 from hookline.verbs.shared.run_settings import RandomStates, generators_of
 from hookline.verbs.sweep.agreement import may_be_rounding, numbers_agree, outputs_agree
 from hookline.verbs.sweep.change_hooks import ChangeHooks
-from hookline.verbs.sweep.grid import Group, Point
+from hookline.verbs.sweep.grid import GridPoint, SiteGroup
 from hookline.verbs.sweep.metric import Metric, metric_number
 from hookline.verbs.sweep.repeatable_runs import refuse_random_metric
 from hookline.verbs.sweep.repeated_batches import RepeatedBatches
@@ -131,7 +131,7 @@ class Forwards:
 
     # -- the changes -----------------------------------------------------------------------------
 
-    def _measure_alone(self, point: Point) -> _MetricReading:
+    def _measure_alone(self, point: GridPoint) -> _MetricReading:
         """Measure one change by a whole forward of its own."""
         sites = [change.site for change in point.changes]
         with self._changing.attached(sites), self._changing.apply_changes([[point]], 1):
@@ -141,7 +141,7 @@ class Forwards:
         number = metric_number(self._metric, output)  # which may write to the output
         return _MetricReading(output, number)
 
-    def resume_from(self, groups: Sequence[Group], results: Results, place: str) -> None:
+    def resume_from(self, groups: Sequence[SiteGroup], results: Results, place: str) -> None:
         """Take over the results of an earlier run, and compare the one with the largest effect.
 
         Raises:
@@ -158,7 +158,7 @@ class Forwards:
                 )
         self.results = {point.index: results[point.index] for point in points}
 
-    def choose_sharing(self, groups: Sequence[Group], n_most: int) -> None:
+    def choose_sharing(self, groups: Sequence[SiteGroup], n_most: int) -> None:
         """Choose how changes share forwards: the first way that agrees with whole forwards.
 
         Args:
@@ -200,7 +200,7 @@ class Forwards:
         return self._agrees_with_alone(own, _MetricReading(self.output, self.baseline))
 
     def _measure_and_compare(
-        self, groups: Sequence[Group], plain: dict[tuple[int, ...], _MetricReading]
+        self, groups: Sequence[SiteGroup], plain: dict[tuple[int, ...], _MetricReading]
     ) -> bool:
         """Measure some changes, and tell whether the largest effects are those of whole forwards.
 
@@ -230,8 +230,8 @@ class Forwards:
         return True
 
     def _measure_in_turn(
-        self, shares: Sequence[list[Group]], groups: Sequence[Group]
-    ) -> Iterator[list[Point]]:
+        self, shares: Sequence[list[SiteGroup]], groups: Sequence[SiteGroup]
+    ) -> Iterator[list[GridPoint]]:
         """Measure changes of groups, a forward at a time, and yield those that were measured.
 
         If several groups cannot share a forward, it yields none once, and `joins` is False.
@@ -246,7 +246,7 @@ class Forwards:
                 self.measure([replace(group, points=points)])
                 yield points
 
-    def _last_unmeasured_points(self, group: Group) -> list[Point]:
+    def _last_unmeasured_points(self, group: SiteGroup) -> list[GridPoint]:
         """Return the last changes without a result, as many as share a forward.
 
         If it is known which of them move a value, there is one that does.
@@ -257,7 +257,7 @@ class Forwards:
         return points[max(last - self.n_rows, 0) :][: self.n_rows]
 
     def _match_alone(
-        self, points: Sequence[Point], plain: dict[tuple[int, ...], _MetricReading]
+        self, points: Sequence[GridPoint], plain: dict[tuple[int, ...], _MetricReading]
     ) -> bool:
         """Tell whether the largest effects among changes are those of whole forwards.
 
@@ -287,7 +287,7 @@ class Forwards:
         size = abs(number - self.baseline)
         return math.inf if math.isnan(size) else size
 
-    def _independent_until(self, group: Group) -> int:
+    def _independent_until(self, group: SiteGroup) -> int:
         """Return the time up to which a run does not depend on the changes of a group."""
         return min(
             self._batches.tape.independent_until(site, module) for site, module in group.places
@@ -301,11 +301,11 @@ class Forwards:
         whole = base if plain.output is self.output else plain.output
         return outputs_agree(reading.output, whole, base)
 
-    def joinable_groups(self, groups: Sequence[Group]) -> list[list[Group]]:
+    def joinable_groups(self, groups: Sequence[SiteGroup]) -> list[list[SiteGroup]]:
         """Return the groups that may be measured together, in the order of their sites."""
         if not self.joins:
             return [[group] for group in groups]
-        together: list[list[Group]] = []
+        together: list[list[SiteGroup]] = []
         n, may_follow = 0, False
         for group in sorted(groups, key=self._independent_until):
             may_join, size = self._may_join(group), len(self._unmeasured_points(group.points))
@@ -317,7 +317,7 @@ class Forwards:
                 n, may_follow = size, may_join
         return together
 
-    def _may_join(self, group: Group) -> bool:
+    def _may_join(self, group: SiteGroup) -> bool:
         """Tell whether a group is a few changes of one tensor, at a module that runs once."""
         site, module = group.places[0]
         is_tensor = isinstance(self._changing.known[str(site)], Tensor) and not site.leaf
@@ -326,7 +326,7 @@ class Forwards:
             is_tensor and is_whole and 1 < len(self._unmeasured_points(group.points)) <= self.n_rows
         )
 
-    def measure(self, groups: Sequence[Group]) -> None:
+    def measure(self, groups: Sequence[SiteGroup]) -> None:
         """Measure those changes of groups that have no result yet, in one forward if possible."""
         # The row of the inputs themselves costs little where several sites could share a forward.
         is_small = len(groups) > 1 or (
@@ -343,10 +343,10 @@ class Forwards:
                 for point in self._unmeasured_points(group.points):
                     self._store_result(point, self._measure_alone(point))
 
-    def _unmeasured_points(self, points: Sequence[Point]) -> list[Point]:
+    def _unmeasured_points(self, points: Sequence[GridPoint]) -> list[GridPoint]:
         return [point for point in points if point.index not in self.results]
 
-    def _measure_shared(self, group: Group) -> None:
+    def _measure_shared(self, group: SiteGroup) -> None:
         """Measure the changes of a group as far as forwards are shared, or calls are left out."""
         points = self._unmeasured_points(group.points)
         n = self.n_rows if len(points) > 1 else 1
@@ -358,7 +358,7 @@ class Forwards:
                 shared, self._run_with_changes([shared], self._independent_until(group), n)
             )
 
-    def _measure_joined(self, groups: Sequence[Group]) -> bool:
+    def _measure_joined(self, groups: Sequence[SiteGroup]) -> bool:
         """Measure groups in one forward of the inputs, to which each adds rows at its site.
 
         Args:
@@ -383,7 +383,7 @@ class Forwards:
         return True
 
     def _run_with_changes(
-        self, shares: Sequence[Sequence[Point]], start: int, n: int | None = None
+        self, shares: Sequence[Sequence[GridPoint]], start: int, n: int | None = None
     ) -> list[Any]:
         """Make changes in one forward, and return the output of each.
 
@@ -410,11 +410,11 @@ class Forwards:
             return split_output(output, self.output, 1 + len(points))
         return drop_perturbed_batches(split_output(output, self.output, N_PERTURBED + len(points)))
 
-    def _read_results(self, points: Sequence[Point], outputs: Sequence[Any]) -> None:
+    def _read_results(self, points: Sequence[GridPoint], outputs: Sequence[Any]) -> None:
         for point, output in zip(points, outputs, strict=False):
             self._store_result(point, self._read_metric(output))
 
-    def _store_result(self, point: Point, reading: _MetricReading) -> None:
+    def _store_result(self, point: GridPoint, reading: _MetricReading) -> None:
         self.results[point.index] = reading.number, point.has_moved
         if self._readings is not None:
             self._readings[point.index] = reading

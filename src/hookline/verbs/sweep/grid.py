@@ -43,7 +43,7 @@ class _DividedDim(NamedTuple):
 
 @final
 @dataclass(slots=True, eq=False)
-class Point:
+class GridPoint:
     """One change of a sweep: what is changed at each of its sites, and its place in the array."""
 
     index: tuple[int, ...]
@@ -57,11 +57,11 @@ class Point:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Group:
+class SiteGroup:
     """The changes at the same sites, each with its module, which may share a forward."""
 
     places: tuple[tuple[Site, nn.Module], ...]
-    points: list[Point]
+    points: list[GridPoint]
 
     @property
     def sites(self) -> list[Site]:
@@ -224,8 +224,8 @@ class Grid:
         if self._has_labels:
             self.axes[self._require_new_axis("change")] = tuple(labels)
         self._part = cache(_part_slices)  # most sites are cut alike
-        self.groups: list[Group] = [
-            Group(entry.places, list(self._points(number, entry, by_site)))
+        self.groups: list[SiteGroup] = [
+            SiteGroup(entry.places, list(self._points(number, entry, by_site)))
             for number, (entry, by_site) in enumerate(zip(entries, cuts, strict=True))
         ]
 
@@ -249,7 +249,7 @@ class Grid:
 
     def _points(
         self, number: int, entry: ChangeEntry, cuts: list[tuple[_DividedDim, ...]]
-    ) -> Iterator[Point]:
+    ) -> Iterator[GridPoint]:
         """Yield the changes of an entry, in the order of the array."""
         sizes = [range(min(cut.n_parts for cut in axis)) for axis in zip(*cuts, strict=True)]
         last = list(self.axes.values())[-1]
@@ -263,7 +263,7 @@ class Grid:
             for label in entry.changes:
                 at_label = (last.index(label),) if self._has_labels else ()
                 changed = map(SiteChange, functions[label], sites, parts)
-                yield Point((number, *index, *at_label), tuple(changed))
+                yield GridPoint((number, *index, *at_label), tuple(changed))
 
 
 def bind_change(change: Any, site: Site) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch import nn
 from hookline.display.text import first_line
 from hookline.engine import Selection, Selector, Site, module_tree
 from hookline.errors import InputError, NotRecordedError, check_option_names, check_positive_int
-from hookline.verbs.record.run_to_last_site import PartialForward
+from hookline.verbs.record.partial_forward import PartialForward
 from hookline.verbs.shared.progress_bar import progress_bar
 from hookline.verbs.shared.run_model import Inputs, call_model, copy_inputs
 from hookline.verbs.sweep.change_hooks import ChangeHooks
