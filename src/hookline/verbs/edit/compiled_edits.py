@@ -42,7 +42,9 @@ def change_token_columns(
     n_columns = value.shape[1]
     if n_tokens is not None and n_tokens != n_columns:
         refuse_compiled("at=", where, "dimension 1 of the value is not that of the tokens")
-    chosen = [at.span] if at.numbers is None else _columns_in_range(at.numbers, n_columns)
+    chosen: list[Any] = [at.span]
+    if at.numbers is not None:
+        chosen = [number for number in at.numbers if -n_columns <= number < n_columns]
     if not chosen and n_tokens is None:
         refuse_compiled("at=", where, "the value has no such position")
     new = change(value) if chosen else None
@@ -52,7 +54,3 @@ def change_token_columns(
     for column in chosen:
         result[:, column] = new[:, column]
     return result
-
-
-def _columns_in_range(numbers: tuple[int, ...], n_columns: int) -> list[Any]:
-    return [number for number in numbers if -n_columns <= number < n_columns]

@@ -264,7 +264,8 @@ class SiteEditLimits:
             return None
         if limits.at is None:
             return change(value, **extra)
-        if any(isinstance(part, PackedSequence) for part in (value, *_tuple_parts(value))):
+        parts = (value, *value) if type(value) is tuple else (value,)
+        if any(isinstance(part, PackedSequence) for part in parts):
             raise self._no_tokens_error("a PackedSequence, in which rows alternate")
         masks = {
             leaf: self._token_mask(limits.at, edited, part) for leaf, part in tree.tensors(value)
@@ -386,10 +387,6 @@ class SiteEditLimits:
             f"at needs a value at {self._site} whose dimension 1 holds the tokens ({wanted}), got"
             f" {got}.\n{hint}"
         )
-
-
-def _tuple_parts(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if type(value) is tuple else ()
 
 
 def _merge_masked(value: Any, new: Any, masks: Mapping[tree.Leaf, Tensor], where: str) -> Any:
