@@ -28,13 +28,13 @@ class Ranks:
     """The ranks of the process group; this process alone where there is none.
 
     Attributes:
-        n: the number of ranks.
-        me: the rank of this process.
+        n_ranks: the number of ranks.
+        rank: the rank of this process.
     """
 
     def __init__(self) -> None:
-        self.n: int = dist.get_world_size() if has_process_group() else 1
-        self.me: int = dist.get_rank() if has_process_group() else 0
+        self.n_ranks: int = dist.get_world_size() if has_process_group() else 1
+        self.rank: int = dist.get_rank() if has_process_group() else 0
 
     def gather(self, step: Callable[[], Any]) -> list[Any]:
         """Do a step on each rank, and gather the results. A collective.
@@ -54,13 +54,13 @@ class Ranks:
             value = step()
         except Exception as caught:
             error = caught
-        if self.n == 1:
+        if self.n_ranks == 1:
             if error is not None:
                 raise error
             return [value]
         text = None if error is None else f"{type_and_line(error)}"
         try:
-            answers = gather_json(_QUESTION, [value, text], range(self.n), PATIENCE_S)
+            answers = gather_json(_QUESTION, [value, text], range(self.n_ranks), PATIENCE_S)
         except RanksError:
             if error is None:
                 raise
@@ -91,7 +91,7 @@ class Ranks:
         Raises:
             RanksError: the step failed on rank 0, or a rank did not come.
         """
-        return self.gather(step if self.me == 0 else lambda: None)[0]
+        return self.gather(step if self.rank == 0 else lambda: None)[0]
 
     def run_at_own_pace(self, step: Callable[[Heartbeat], None]) -> None:
         """Do a long step on each rank, at its own pace. A collective.
@@ -102,21 +102,21 @@ class Ranks:
         Raises:
             RanksError: the step failed on another rank, or a rank was lost.
         """
-        if self.n == 1:
+        if self.n_ranks == 1:
             step(Heartbeat(None, ""))
             return
         store = default_store()
         heartbeat = Heartbeat(
-            store, f"hookline/extract/{store.add(f'hookline/extract/{self.me}', 1)}"
+            store, f"hookline/extract/{store.add(f'hookline/extract/{self.rank}', 1)}"
         )
         error = None
         try:
             step(heartbeat)
         except Exception as caught:
             error = caught
-        heartbeat.wait_for_ranks(self.n, failed=error is not None)
+        heartbeat.wait_for_ranks(self.n_ranks, failed=error is not None)
         self.gather(lambda: raise_if(error))
-        if self.me == 0:
+        if self.rank == 0:
             heartbeat.delete_keys()
 
 

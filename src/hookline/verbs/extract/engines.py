@@ -24,7 +24,7 @@ def in_process_engine(place: Place, worker: Worker, ranks: Ranks) -> Engine:
     """Return the engine that makes shards in this process; each of several ranks every n-th one."""
 
     def run(job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
-        share = itertools.islice(shards, ranks.me, None, ranks.n)
+        share = itertools.islice(shards, ranks.rank, None, ranks.n_ranks)
 
         def work(heartbeat: Heartbeat) -> None:
             def note(shard: Shard) -> None:

@@ -183,7 +183,7 @@ def extract(
             _ = worker.first_batch  # loaded here, where an error is told to all ranks
             if ray is not None:
                 return setup, worker, ray.run
-            if ranks.n > 1 and sharding_kind(setup.model):
+            if ranks.n_ranks > 1 and sharding_kind(setup.model):
                 return setup, worker, sharded_ranks_engine(place, setup.model, worker, ranks)
             return setup, worker, in_process_engine(place, worker, ranks)
 
@@ -228,15 +228,15 @@ def _check_engine(engine: Any, ranks: Ranks, setup: ProcessSetup) -> None:
     """Refuse what an engine cannot do."""
     fix = "Leave it out to run in this process, or on the ranks of its process group."
     check_one_of("engine", engine, ("ray", None), fix)
-    if engine == "ray" and ranks.n > 1:
+    if engine == "ray" and ranks.n_ranks > 1:
         raise InputError(
-            f"engine must be None in a process group, got 'ray' on {ranks.n} ranks."
+            f"engine must be None in a process group, got 'ray' on {ranks.n_ranks} ranks."
             "\nLeave it out, or call it in one process without a process group."
         )
-    if ranks.n > 1 and setup.source.n_items is None:
+    if ranks.n_ranks > 1 and setup.source.n_items is None:
         raise InputError(
-            f"data must have a length for {ranks.n} ranks, which share its batches by number, got"
-            " an iterable.\nGive a Dataset, arrays or files."
+            f"data must have a length for {ranks.n_ranks} ranks, which share its batches by"
+            " number, got an iterable.\nGive a Dataset, arrays or files."
         )
     if sharding_kind(setup.model) == "FSDP1":
         raise InputError(

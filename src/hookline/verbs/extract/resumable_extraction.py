@@ -99,8 +99,10 @@ class Extraction:
         if self._begun is not None:
             _warn_of_differences(f"{self._place} was begun elsewhere", self._begun[1])
         n_bytes = self._batch_bytes * (self._job.n_batches or 0)
-        shown = self._ranks.me == 0 and self._options.get("progress", True)
-        with Progress(self._job, self._shards, self._ranks.n, n_bytes, shown=shown) as progress:
+        shown = self._ranks.rank == 0 and self._options.get("progress", True)
+        with Progress(
+            self._job, self._shards, self._ranks.n_ranks, n_bytes, shown=shown
+        ) as progress:
             n_shards = self._job.n_shards
             each: Iterable[int] = itertools.count() if n_shards is None else range(n_shards)
             missing = (number for number in each if number not in numbers)
@@ -138,7 +140,7 @@ class Extraction:
                     f" {differences[0].replace('in the store, now', 'on rank 0, here')}"
                     "\nGive each rank the same model, weights, data and options."
                 )
-            if self._ranks.me == 0:
+            if self._ranks.rank == 0:
                 _warn_of_differences(f"rank {rank}", there, answers[0][1])
 
     def _check_is_new(self, *, resume: bool) -> bool:
@@ -206,7 +208,7 @@ class Extraction:
         differences = [compare_summaries(*pair, is_same_setup=True).far for pair in pairs]
         if not any(differences):
             return True
-        if self._ranks.me == 0:
+        if self._ranks.rank == 0:
             warn(
                 "the model gives other values each time it runs on the first batch"
                 f" ({next(filter(None, differences))[0]}), so another model is not noticed."
@@ -276,7 +278,7 @@ class Extraction:
         Raises:
             FolderError: a shard cannot be read here.
         """
-        if self._ranks.me:
+        if self._ranks.rank:
             return
         n_shards = len(self._shards) if self._job.n_shards is None else self._job.n_shards
         missing = [number for number in range(n_shards) if number not in self._shards]
@@ -339,7 +341,7 @@ class Extraction:
             else:
                 self._shards[shard.number] = shard
 
-        _map_in_threads(look, names[self._ranks.me :: self._ranks.n])
+        _map_in_threads(look, names[self._ranks.rank :: self._ranks.n_ranks])
         damaged.sort()
         for name in damaged:  # only now: nothing is removed if a file could not be read
             self._place.remove(name)

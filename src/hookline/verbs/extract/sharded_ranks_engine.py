@@ -50,11 +50,11 @@ def sharded_ranks_engine(place: Place, model: nn.Module, worker: Worker, ranks: 
         ranks.run_on_each(lambda: raise_if(error))
 
     def write(job: Job, shards: Iterable[int], on_written: Callable[[Shard], None]) -> None:
-        if is_split and ranks.me > 0:
+        if is_split and ranks.rank > 0:
             for _ in run_shards(worker, job, shards):
                 pass  # rank 0 has the same rows
             return
-        share = shards if is_split else itertools.islice(shards, ranks.me, None, ranks.n)
+        share = shards if is_split else itertools.islice(shards, ranks.rank, None, ranks.n_ranks)
         write_shards(place, worker, job, share, on_written)
 
     return run

@@ -181,7 +181,7 @@ class Forwards:
         self._most_joined = min(_SITE_BYTES // widest, _OUTPUT_BYTES // _n_bytes(self.output))
         for joins, self.n_rows in [(True, n_rows), (False, n_rows)] * has_rows + [(False, 1)]:
             self.joins = joins
-            if self._measure_and_compare(groups, plain):
+            if self._measure_and_check_agreement(groups, plain):
                 return
             self._batches.clear()
             if not joins:
@@ -199,7 +199,7 @@ class Forwards:
             return False
         return self._agrees_with_alone(own, _MetricReading(self.output, self.baseline))
 
-    def _measure_and_compare(
+    def _measure_and_check_agreement(
         self, groups: Sequence[SiteGroup], plain: dict[tuple[int, ...], _MetricReading]
     ) -> bool:
         """Measure some changes, and tell whether the largest effects are those of whole forwards.

@@ -146,7 +146,7 @@ class PathGradients:
         with ExitStack() as lines:
             if moved:
                 moves = {
-                    site: in_this_run(partial(_move_towards_goal, site, moved[site], fraction))
+                    site: in_this_run(partial(_interpolate_to_goal, site, moved[site], fraction))
                     for site in moved
                 }
                 lines.enter_context(edit(self._model, moves))
@@ -188,7 +188,7 @@ class _AddedZeros:
         return tensor + zero
 
 
-def _move_towards_goal(site: str, goal: Any, fraction: float, value: Any) -> Any:
+def _interpolate_to_goal(site: str, goal: Any, fraction: float, value: Any) -> Any:
     """Return the value at a site, moved by a fraction of the way to its goal."""
     require_same_form(site, value, goal)
     for (leaf, now), (_, then) in zip(tree.tensors(value), tree.tensors(goal), strict=True):
