@@ -124,7 +124,7 @@ class Profile(FinalizingLine[Line], Result):
         self._line.__enter__()
         return self
 
-    def attach_hooks(self) -> None:
+    def start(self) -> None:
         """Attach the hooks."""
         line, profile_lanes, model = self._line, self._profile_lanes, self._model
         assert model is not None
@@ -475,7 +475,7 @@ def profile(model: nn.Module, *, flops: bool = True, every_thread: bool = False)
     line = Line(model, name="profile", every_thread=every_thread)
     line.options.quiet = line.options.lenient = True
     profiling = Profile(line, model, flops=flops)
-    profiling.attach_hooks()
+    profiling.start()
     return profiling
 
 

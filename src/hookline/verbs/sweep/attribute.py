@@ -27,7 +27,7 @@ from hookline.verbs.sweep.grid import (
     SiteGroup,
     check_each,
     clean_patches,
-    sites_of_entries,
+    entry_sites,
 )
 from hookline.verbs.sweep.metric import (
     Metric,
@@ -43,8 +43,8 @@ from hookline.verbs.sweep.path_gradients import (
     require_same_form,
 )
 from hookline.verbs.sweep.repeatable_runs import (
-    has_forward_hooks,
-    refuse_random_metric,
+    has_hooks,
+    refuse_random,
     without_side_effects,
 )
 from hookline.verbs.sweep.rows_per_change import copy_tensors
@@ -142,20 +142,13 @@ def attribute(
     along, steps, n_checked = options.get("along"), options.get("steps"), options.get("check", 0)
     with without_side_effects(model, "hl.attribute(model, ...)", inputs, clean):
         modules, run = module_tree(model), partial(call_model, model)
-        may_draw, random_states = (
-            has_forward_hooks(model),
-            RandomStates(generators_of(model.modules())),
-        )
+        may_draw, random_states = has_hooks(model), RandomStates(generators_of(model.modules()))
         output, recording = run_and_record(modules, lambda: run(copy_inputs(clean)), selector)
         if may_draw or not random_states.are_current():
-            refuse_random_metric(
-                metric, lambda: copy_tensors(output), lambda: run(copy_inputs(clean))
-            )
+            refuse_random(metric, lambda: copy_tensors(output), lambda: run(copy_inputs(clean)))
         values: dict[str, list[Tensor]] = {}  # of the clean run
         entries = clean_patches(modules, selector, values)
-        goals = {
-            site: require_floating(site, recording[site]) for site in sites_of_entries(entries)
-        }
+        goals = {site: require_floating(site, recording[site]) for site in entry_sites(entries)}
         values.update({site: [goal] for site, goal in goals.items()})
         slopes = PathGradients(model, inputs, metric)
         start = slopes.compute_at(list(goals))
@@ -166,9 +159,7 @@ def attribute(
         elif along is None:
             integrals = {}
             for site, goal in goals.items():
-                points = (
-                    slopes.compute_at([site], {site: goal}, place) for place in _midpoints(steps)
-                )
+                points = (slopes.compute_at([site], {site: goal}, at) for at in _midpoints(steps))
                 integrals |= _integrate(start, {site: goal}, points)
         else:
             _, line = run_and_record(modules, lambda: run(copy_inputs(clean)), along)

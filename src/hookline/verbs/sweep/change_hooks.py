@@ -14,7 +14,7 @@ from hookline.errors import InputError
 from hookline.recordings import Recording
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.sweep.grid import GridPoint
-from hookline.verbs.sweep.repeatable_runs import has_forward_hooks
+from hookline.verbs.sweep.repeatable_runs import has_hooks
 from hookline.verbs.sweep.rows_per_change import (
     N_PERTURBED,
     NoRowsError,
@@ -47,7 +47,7 @@ class ChangeHooks:
     def __init__(self, modules: ModuleTree, sites: Sequence[str], inputs: Any) -> None:
         self.modules: ModuleTree = modules
         self.sites: Sequence[str] = sites
-        self.is_hooked: bool = modules.root is not None and has_forward_hooks(modules.root)
+        self.is_hooked: bool = modules.root is not None and has_hooks(modules.root)
         self._size = batch_size(inputs) or 0
         self.known: dict[str, Any] = {}
         self._hooked: set[str] = set()

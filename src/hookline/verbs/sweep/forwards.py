@@ -22,7 +22,7 @@ from hookline.verbs.sweep.agreement import may_be_rounding, numbers_agree, outpu
 from hookline.verbs.sweep.change_hooks import ChangeHooks
 from hookline.verbs.sweep.grid import GridPoint, SiteGroup
 from hookline.verbs.sweep.metric import Metric, metric_number
-from hookline.verbs.sweep.repeatable_runs import refuse_random_metric
+from hookline.verbs.sweep.repeatable_runs import refuse_random
 from hookline.verbs.sweep.repeated_batches import RepeatedBatches
 from hookline.verbs.sweep.rows_per_change import (
     N_PERTURBED,
@@ -122,7 +122,7 @@ class Forwards:
             with tape.record_calls():
                 self.output = again()
         if changing.is_hooked or not random.are_current():
-            refuse_random_metric(self._metric, lambda: copy_tensors(self.output), again)
+            refuse_random(self._metric, lambda: copy_tensors(self.output), again)
         return RepeatedBatches(around, self._forward, self._inputs, tape)
 
     def _forward(self, inputs: Any) -> Any:

@@ -117,7 +117,7 @@ def _entries_at(modules: ModuleTree, selector: Selector, given: Any) -> list[Cha
     return [ChangeEntry(str(place[0]), (place,), by_label, is_labelled) for place in places]
 
 
-def sites_of_entries(entries: list[ChangeEntry], *, outside: bool = False) -> list[str]:
+def entry_sites(entries: list[ChangeEntry], *, outside: bool = False) -> list[str]:
     """Return all sites of the changes, each once.
 
     Args:

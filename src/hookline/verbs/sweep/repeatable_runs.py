@@ -55,7 +55,7 @@ def without_side_effects(model: nn.Module, verb: str, *inputs: Any) -> Iterator[
         yield
 
 
-def has_forward_hooks(model: nn.Module) -> bool:
+def has_hooks(model: nn.Module) -> bool:
     """Tell whether a run of a model calls hooks, which may draw numbers from generators of theirs.
 
     A line, of whatever modules, has hooks at the model itself.
@@ -65,7 +65,7 @@ def has_forward_hooks(model: nn.Module) -> bool:
     )
 
 
-def refuse_random_metric(metric: Metric, *outputs: Callable[[], Any]) -> None:
+def refuse_random(metric: Metric, *outputs: Callable[[], Any]) -> None:
     """Refuse a model whose metric depends on random numbers.
 
     Args:

@@ -25,8 +25,8 @@ from hookline.verbs.sweep.grid import (
     Grid,
     check_each,
     clean_patches,
+    entry_sites,
     parse_changes,
-    sites_of_entries,
 )
 from hookline.verbs.sweep.metric import (
     Metric,
@@ -145,8 +145,8 @@ def sweep(
             if puts_back
             else parse_changes(modules, changes)
         )
-        changing = ChangeHooks(modules, sites_of_entries(entries), inputs)
-        with changing.attached(sites_of_entries(entries, outside=True)):
+        changing = ChangeHooks(modules, entry_sites(entries), inputs)
+        with changing.attached(entry_sites(entries, outside=True)):
             clean_metric = None
             if puts_back:
                 output, noted = changing.record_values(lambda: run(copy_inputs(clean)))

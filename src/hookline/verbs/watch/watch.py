@@ -80,7 +80,7 @@ class Watch(FinalizingLine[Line]):
         why = {site: full.why[site] for site, count in fired.items() if not count}
         return replace(full, sites=tuple(fired), counts=tuple(fired.values()), why=why)
 
-    def attach_hooks(self, selection: Selection, *, optional: bool) -> None:
+    def start(self, selection: Selection, *, optional: bool) -> None:
         """Attach the taps: an input tap starts a module's clock, an output tap prints the module.
 
         Args:
@@ -257,7 +257,7 @@ def watch(
     watching = Watch(line, model, file)
     default_ports = ("output", "grad_output") if ports is None else check_ports(ports)
     refuse_ignored_ports(ports or default_ports, selector)
-    watching.attach_hooks(line.select(selector, default_ports), optional=ports is None)
+    watching.start(line.select(selector, default_ports), optional=ports is None)
     return watching
 
 
