@@ -14,7 +14,7 @@ import hookline as hl
 from hookline.display.results import printout_of
 from hookline.display.units import duration
 from hookline.verbs.profile import thread_lane
-from hookline.verbs.profile.call_tree import CallContext, outermost
+from hookline.verbs.profile.call_tree import CallContext, outermost_contexts
 from hookline.verbs.profile.rows import Phases, sum_phases
 
 
@@ -217,7 +217,7 @@ def test_a_context_finds_its_place_again():
     assert top.recomputed_child("new") is top.children["new"]
     assert [one.path for one in top.walk()] == [None, "", "block", "inner", "new"]
     again = inner.child("block")
-    assert outermost([block, again], lambda path: path == "block") == [block]
+    assert outermost_contexts([block, again], lambda path: path == "block") == [block]
 
 
 def test_a_table_is_made_once_after_the_end(net, image):

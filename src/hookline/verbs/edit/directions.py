@@ -52,7 +52,7 @@ def steer(direction: Tensor, strength: float | Tensor = 1.0) -> Edit:
     is_zero = not isinstance(strength, Tensor) and strength == 0
 
     def change(value: Tensor) -> Tensor:
-        _check_features(value, direction, "steer")
+        _check_feature_size(value, direction, "steer")
         if is_zero and not is_dynamo_compiling():
             return value
         amount = factor.cast_like(value)
@@ -104,7 +104,7 @@ def project_out(directions: Tensor) -> Edit:
     basis = _orthonormal_basis(directions)
 
     def change(value: Tensor) -> Tensor:
-        _check_features(value, basis, "project_out")
+        _check_feature_size(value, basis, "project_out")
         dtype = torch.promote_types(value.dtype, torch.float32)
         lengths_along, rows = basis.T, basis
         if directions.requires_grad:
@@ -150,7 +150,7 @@ def _check_finite_nonzero(name: str, directions: Tensor, lengths: Tensor) -> Non
         )
 
 
-def _check_features(value: Tensor, directions: Tensor, name: str) -> None:
+def _check_feature_size(value: Tensor, directions: Tensor, name: str) -> None:
     """Refuse a value whose features the directions do not fit."""
     is_fit = value.dim() > 0 and value.shape[-1] == directions.shape[-1]
     if is_fit and value.is_floating_point():

@@ -49,22 +49,22 @@ def _softmax_over_chosen(logits: Tensor, indices: Tensor) -> Tensor:
     return logits.gather(-1, indices).softmax(-1)
 
 
-def _gathered(probabilities: Tensor, indices: Tensor) -> Tensor:
+def _gather_probabilities(probabilities: Tensor, indices: Tensor) -> Tensor:
     return probabilities.gather(-1, indices)
 
 
-def _gathered_renormalised(probabilities: Tensor, indices: Tensor) -> Tensor:
-    chosen = _gathered(probabilities, indices)
+def _gather_and_renormalise(probabilities: Tensor, indices: Tensor) -> Tensor:
+    chosen = _gather_probabilities(probabilities, indices)
     return chosen / chosen.sum(-1, keepdim=True)
 
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 # The ways in which routers make scores of logits, and of probabilities (transformers 5.0).
 _RULES: tuple[Rule, ...] = (_softmax, _softmax_renormalised, _softmax_over_chosen)
-_RULES_OF_PROBABILITIES: tuple[Rule, ...] = (_gathered, _gathered_renormalised)
+_RULES_OF_PROBABILITIES: tuple[Rule, ...] = (_gather_probabilities, _gather_and_renormalise)
 
 
-def _candidate_rules(logits: Tensor) -> tuple[Rule, ...]:
+def _candidate_score_rules(logits: Tensor) -> tuple[Rule, ...]:
     slack = torch.finfo(logits.dtype).eps * _N_ROUNDINGS
     is_distribution = (logits >= 0).all() and ((logits.sum(-1) - 1).abs() <= slack).all()
     return _RULES_OF_PROBABILITIES if bool(is_distribution) else _RULES
@@ -181,7 +181,7 @@ def _check_experts_match_logits(recorded: _RouterOutput, where: str) -> None:
 
 def _check_correlation(logits: Tensor, recorded: Tensor, where: str) -> None:
     """Refuse a recording of other tokens or of another router."""
-    correlation = _correlation(logits.detach().double(), recorded.detach().double())
+    correlation = _logit_correlation(logits.detach().double(), recorded.detach().double())
     if correlation < _LEAST_CORRELATION:
         raise StructureError(
             f"the logits recorded at {where} must be of the same tokens and router, got a"
@@ -190,7 +190,7 @@ def _check_correlation(logits: Tensor, recorded: Tensor, where: str) -> None:
         )
 
 
-def _correlation(logits: Tensor, recorded: Tensor) -> float:
+def _logit_correlation(logits: Tensor, recorded: Tensor) -> float:
     """Return the correlation of logits, without what all tokens have in common."""
     logits, recorded = (each - each.mean(-1, keepdim=True) for each in (logits, recorded))
     varying = [each - each.mean(0) for each in (logits, recorded)]
@@ -213,7 +213,7 @@ def _find_score_rule(output: _RouterOutput, indices: Tensor, where: str) -> Rule
     eps = max(torch.finfo(dtype).eps for dtype in (logits.dtype, scores.dtype))
     errors = {
         rule: float((rule(logits, own).to(scores.dtype) - scores).abs().max())
-        for rule in _candidate_rules(logits)
+        for rule in _candidate_score_rules(logits)
     }
     fits = sorted(
         (error, k, rule)

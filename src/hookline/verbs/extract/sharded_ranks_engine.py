@@ -106,7 +106,7 @@ class _Lockstep:
     def learn_gather_order(self) -> None:
         """Run the first batch on all ranks, and note which modules gather their weights."""
         self._last = self._worker.first_inputs()
-        self._run(self._last)
+        self._run_forward(self._last)
         self._worker.drop_recorded()
         self._order = list(self._called)
 
@@ -120,7 +120,7 @@ class _Lockstep:
         if self._exchange_state(_HAS_BATCH) == _FAILED:
             raise _OtherRankFailed
         self._last = inputs
-        return self._run(inputs)
+        return self._run_forward(inputs)
 
     def join_remaining(self) -> None:
         """Run the last batch again as long as another rank has one.
@@ -130,7 +130,7 @@ class _Lockstep:
             RanksError: a rank was lost.
         """
         while (state := self._exchange_state(_DONE)) == _HAS_BATCH:
-            self._run(self._last)
+            self._run_forward(self._last)
             self._worker.drop_recorded()
         self._is_over = True
         if state == _FAILED:
@@ -142,7 +142,7 @@ class _Lockstep:
             self._is_over = True
             self._exchange_state(_FAILED)
 
-    def _run(self, inputs: Any) -> list[Site]:
+    def _run_forward(self, inputs: Any) -> list[Site]:
         self._called.clear()
         try:
             return self._forward(inputs)

@@ -28,10 +28,10 @@ def find_unpicklable(
     Returns:
         The name of the part, and the error that its pickling raises; None if all can be pickled.
     """
-    return _search(parts.items(), dumps, (), _DEEPEST)
+    return _find_in_parts(parts.items(), dumps, (), _DEEPEST)
 
 
-def _search(
+def _find_in_parts(
     parts: Any, dumps: Callable[[Any], Any], outer: tuple[int, ...], depth: int
 ) -> tuple[str, Exception] | None:
     for name, value in parts:
@@ -39,7 +39,9 @@ def _search(
             continue
         error = _pickling_error(value, dumps)
         if error is not None:
-            inner = depth and _search(_parts(name, value), dumps, (*outer, id(value)), depth - 1)
+            inner = depth and _find_in_parts(
+                _named_parts(name, value), dumps, (*outer, id(value)), depth - 1
+            )
             return inner or (name, error)
     return None
 
@@ -52,7 +54,7 @@ def _pickling_error(value: Any, dumps: Callable[[Any], Any]) -> Exception | None
     return None
 
 
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _named_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a value, each with its name."""
     if isinstance(value, Tensor | type):
         return

@@ -208,12 +208,12 @@ class RankGatherer:
             widths = holders[min(holders)].widths
             ranks = self._counting_ranks(name, holders, n_ranks)
             of_site = [Entry(name, number, width, ranks) for number, width in enumerate(widths)]
-            if n_ranks > 1 and self._may_split_features(name, ranks):
+            if n_ranks > 1 and self._may_have_split_features(name, ranks):
                 of_site = [self._drop_covariance(entry) for entry in of_site]
             entries += of_site
         return Layout(self._statistics, tuple(entries))
 
-    def _may_split_features(self, name: str, ranks: tuple[int, ...] | None) -> bool:
+    def _may_have_split_features(self, name: str, ranks: tuple[int, ...] | None) -> bool:
         """Tell whether the ranks that count may have parts of the features of a value.
 
         Those of a plain tensor in tensor parallelism may be parts of its rows, too.

@@ -106,7 +106,7 @@ class SiteSlots:
             with self._of.lock:
                 is_same = value.dtype is self._dtype and value.device == self._device
                 if not is_same or not value.numel():
-                    self._check_value(value)
+                    self._prepare_for_value(value)
                 if self.is_off:
                     return
                 if not torch.is_autocast_enabled(value.device.type):
@@ -207,7 +207,7 @@ class SiteSlots:
                 return None
         return slots
 
-    def _check_value(self, value: Tensor) -> None:
+    def _prepare_for_value(self, value: Tensor) -> None:
         """Look at the first value of a dtype or device, and at each empty one."""
         if not (value.is_floating_point() or value.is_complex()):
             self._turn_off(f"its values are {str(value.dtype).removeprefix('torch.')}")

@@ -74,7 +74,7 @@ class CallContext:
             yield from inner.walk()
 
 
-def outermost(
+def outermost_contexts(
     contexts: Iterable[CallContext], is_meant: Callable[[str], bool]
 ) -> list[CallContext]:
     """Return the contexts of some modules that are not inside another one of these.

@@ -83,7 +83,9 @@ class ProfileLanes:
         """Return the lane that is charged in this thread; None if there is none."""
         return self.thread.lane or self._lane_of_backward()
 
-    def enter(self, path: str, frame: FrameType, current: Pass, args: Any, kwargs: Any) -> Lane:
+    def begin_call(
+        self, path: str, frame: FrameType, current: Pass, args: Any, kwargs: Any
+    ) -> Lane:
         """Begin the call of a module, and return its lane."""
         lane, is_again = self.thread.lane, current.recomputation is not None
         if lane is None or is_again:  # autograd may recompute in a thread of its own
@@ -130,7 +132,7 @@ class ProfileTap(Tap):
         current = self._pass_of(module)
         if current is not None:
             frame = call_frame(sys._getframe(1))
-            self._profile_lanes.enter(self.site.path, frame, current, args, kwargs or {})
+            self._profile_lanes.begin_call(self.site.path, frame, current, args, kwargs or {})
 
     def fire(self, module: nn.Module, args: Any) -> None:
         """Let the clock go on: the last forward-pre hook."""
@@ -224,7 +226,7 @@ class CompiledRegions:
             return
         local = frame.f_locals
         args, kwargs = local.get("args", ()), local.get("kwargs", {})
-        lane = self._profile_lanes.enter(self._paths[id(module)], frame, current, args, kwargs)
+        lane = self._profile_lanes.begin_call(self._paths[id(module)], frame, current, args, kwargs)
         lane.resume_for_module(lane.calls[-1])
 
     def leave(self, module: nn.Module, frame: FrameType, output: Any) -> None:

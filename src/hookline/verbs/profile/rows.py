@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 
 import numpy
 
-from hookline.verbs.profile.call_tree import CALLS, PHASES, CallContext, outermost
+from hookline.verbs.profile.call_tree import CALLS, PHASES, CallContext, outermost_contexts
 from hookline.verbs.profile.costs_by_pass import ContextCosts, Costs, slot_medians
 from hookline.verbs.summary import Row as Module
 
@@ -181,10 +181,10 @@ class _ContextsByPath:
         A container that is never called itself stands for the modules in it.
         """
         if path in called:
-            return outermost(self.by_path.get(path, ()), lambda other: other == path)
+            return outermost_contexts(self.by_path.get(path, ()), lambda other: other == path)
         prefix = f"{path}." if path else ""
         inside = (contexts for other, contexts in self.by_path.items() if other.startswith(prefix))
-        return outermost(itertools.chain(*inside), lambda other: other.startswith(prefix))
+        return outermost_contexts(itertools.chain(*inside), lambda other: other.startswith(prefix))
 
 
 def median_phases(costs: Costs) -> Phases:

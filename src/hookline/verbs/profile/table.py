@@ -151,7 +151,7 @@ class ProfileTable(Result):
             rows=[
                 (
                     path_text(row.path) if self.is_sorted else indented_name_cell(row.module),
-                    *_cells(row, has_spread=bool(self.total.spread)),
+                    *_cell_texts(row, has_spread=bool(self.total.spread)),
                 )
                 for row in self.rows
             ],
@@ -173,7 +173,7 @@ _HEADINGS = (
 )  # fmt: skip
 
 
-def _cells(row: Row, *, has_spread: bool) -> tuple[str, ...]:
+def _cell_texts(row: Row, *, has_spread: bool) -> tuple[str, ...]:
     """Return the texts of a row after its name, in the order of the columns."""
     return (
         row.module.module_type, f"{row.calls:.4g}" if row.calls else "",

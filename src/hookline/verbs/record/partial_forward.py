@@ -133,14 +133,14 @@ class PartialForward:
             The sites that the model did not reach.
         """
         if self.state is None or self._may_stop:
-            return self._run(inputs)
+            return self._run_until_stopped(inputs)
         with self.whole_forward():
-            missing = self._run(inputs)
+            missing = self._run_until_stopped(inputs)
         self.changing = self.state.changed_names()
         self._may_stop = not self.changing
         return missing
 
-    def _run(self, inputs: Any) -> list[Site]:
+    def _run_until_stopped(self, inputs: Any) -> list[Site]:
         missing = self._progress.missing
         missing.update(self.sites)
         try:

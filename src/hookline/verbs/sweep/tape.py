@@ -104,11 +104,11 @@ class Tape:
                 later is kept.
         """
         self._kept, self._copied, self._is_over = kept, copied, is_over
-        with replace_forwards([module for _, module in self._named_modules], self._record):
+        with replace_forwards([module for _, module in self._named_modules], self._record_call):
             yield
         self._copies.clear()
 
-    def _record(
+    def _record_call(
         self,
         module: nn.Module,
         forward: Callable[..., Any],
@@ -308,7 +308,7 @@ class _Replay:
         for number, values in call.writes:
             given[number].copy_(values)
         is_copied = call.number in self.copied
-        return tree.map_tensors(self._copy_once if is_copied else self._seen, call.output)
+        return tree.map_tensors(self._copy_once if is_copied else self._copied_or_same, call.output)
 
     def _copy_once(self, tensor: Tensor) -> Tensor:
         origin = self.origins.get(id(tensor), id(tensor))
@@ -316,7 +316,7 @@ class _Replay:
             self.copies[origin] = tensor.clone()
         return self.copies[origin]
 
-    def _seen(self, tensor: Tensor) -> Tensor:
+    def _copied_or_same(self, tensor: Tensor) -> Tensor:
         return self.copies.get(self.origins.get(id(tensor), id(tensor)), tensor)
 
 
