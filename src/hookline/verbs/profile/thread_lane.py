@@ -67,7 +67,7 @@ class Account:
         self.lane: Lane = lane
         self.context: CallContext = context
         self.slot: int = slot
-        # The places of the seconds and of the number of calls among the costs of a window.
+        # The places of the seconds and of the number of calls among the costs of a pass.
         self.at: int = context.index * len(SLOTS) + slot
         self.at_calls: int = context.index * len(SLOTS) + CALLS
 
@@ -112,7 +112,7 @@ class Lane:
         events: the finished calls and the stretches of backward, flat: context, phase, first and
             last mark of the first, then of the second, and so on.
         n_lost: the number of events that were not kept.
-        windows: the costs of each pass.
+        costs_by_pass: the costs of each pass.
         closed: whether the line has ended.
     """
 
