@@ -7,7 +7,7 @@ import os
 from hookline.curves import Curves, is_run, open_run
 from hookline.errors import FolderError
 from hookline.files.folder_or_url import LocalPlace, Place
-from hookline.recordings import Recording, open_recording, place_of_recording
+from hookline.recordings import Recording, as_recording_place, open_recording
 from hookline.stores.job_manifest import STORE
 from hookline.stores.shard_file import shard_number
 from hookline.stores.store import Store, open_store
@@ -61,7 +61,7 @@ def open(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording |
         FolderError: the folder holds none of these, or one that is damaged, of another version of
             the format, or (a store) not finished.
     """
-    place = place_of_recording(folder)
+    place = as_recording_place(folder)
     if isinstance(place, LocalPlace) and is_run(place.folder):
         return open_run(place.folder)
     if not _has_store_manifest(place):

@@ -297,7 +297,7 @@ def test_a_child_that_was_forked_during_a_save_keeps_no_lock(tmp_path):
         model = nn.Sequential(nn.Identity())
         with hl.record(model, "0") as run:
             model(torch.ones(2))
-        place = atomic_replace.place_of_recording(sys.argv[1])
+        place = atomic_replace.as_recording_place(sys.argv[1])
         read, write = os.pipe()
         unfinished = atomic_replace.Draft(place).__enter__()
         place.write_new(f"values-{unfinished.token}-00000.safetensors", [b"half"])
@@ -322,7 +322,7 @@ def test_at_a_url_only_files_of_the_older_manifest_are_removed():
     url, rank = str(place), "rank0-0123abcd"
     recorded(1).save(f"{url}/{rank}")
     checksum = json.loads((place / rank).read(MANIFEST))["checksum"]
-    place.write(MANIFEST, [folder.manifest_bytes({"ranks": {rank: checksum}})])
+    place.write(MANIFEST, [folder.encode_manifest({"ranks": {rank: checksum}})])
     place.write("values-89abcdef-00000.safetensors", [b"of a writer that may live"])
     assert hl.open(url).ranks[0]["0"][0] == 1
     recorded(2).save(url)

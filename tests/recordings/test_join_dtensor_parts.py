@@ -124,7 +124,7 @@ def test_a_missing_part_and_a_part_of_another_shape_are_refused():
 
 def test_the_guess_tells_parts_from_summands():
     first, second = layouts([4, 2], [2], [("unknown", "Odd()")])
-    assert first.unjoinable == "Odd()"
+    assert first.unjoinable_placement == "Odd()"
     whole = torch.zeros(4, 2)
     assert "may be summands" in guess_layout_text([(first, whole), (second, whole)], QUESTION)
     halves = [(first, torch.zeros(4, 1)), (second, torch.zeros(4, 1))]
@@ -135,8 +135,8 @@ def test_the_guess_tells_parts_from_summands():
 
 def test_reductions_that_are_unknown_or_mixed_are_named():
     (mixed, *_) = layouts([2], [1, 1], [("partial", "sum"), ("partial", "max")])
-    assert mixed.unjoinable == "Partial(max, sum)"
-    assert layouts([2], [1], [("partial", "band")])[0].unjoinable == "Partial(band)"
+    assert mixed.unjoinable_placement == "Partial(max, sum)"
+    assert layouts([2], [1], [("partial", "band")])[0].unjoinable_placement == "Partial(band)"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ _OURS = re.compile(
 )
 
 
-def place_of_recording(folder: str | os.PathLike[str]) -> Place:
+def as_recording_place(folder: str | os.PathLike[str]) -> Place:
     """Return the place of a folder or a URL."""
     if not isinstance(folder, str | os.PathLike):
         raise FolderError(
@@ -48,18 +48,18 @@ def place_of_recording(folder: str | os.PathLike[str]) -> Place:
     return as_place(folder)
 
 
-def resolve_target(folder: str | os.PathLike[str]) -> Place:
+def resolve_links(folder: str | os.PathLike[str]) -> Place:
     """Return the place to write a recording to: that of the folder that a link leads to.
 
     Raises:
         FolderError: it is neither a folder nor a URL, or cannot be used.
     """
-    place = place_of_recording(folder)
+    place = as_recording_place(folder)
     if isinstance(place, LocalPlace):
         try:
             place.folder = Path(os.path.realpath(place.folder))
         except (OSError, ValueError) as error:
-            raise _unusable(place, error) from error
+            raise _unusable_error(place, error) from error
     return place
 
 
@@ -69,7 +69,7 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     Raises:
         FolderError: the folder holds files that are not a recording's, or cannot be used.
     """
-    place = resolve_target(folder)
+    place = resolve_links(folder)
     with place.wait_for_lock():
         _check_replaceable(place)
 
@@ -85,7 +85,7 @@ def _check_replaceable(place: Place) -> None:
     except FolderError:
         raise
     except (OSError, ValueError) as error:
-        raise _unusable(place, error) from error
+        raise _unusable_error(place, error) from error
     if foreign:
         raise FolderError(
             f"{place} holds other files ({listed(foreign, 3)})."
@@ -93,7 +93,7 @@ def _check_replaceable(place: Place) -> None:
         )
 
 
-def _unusable(place: Place, error: Exception) -> FolderError:
+def _unusable_error(place: Place, error: Exception) -> FolderError:
     return FolderError(f"{place} cannot be used: {first_line(error)}.")
 
 
@@ -143,13 +143,13 @@ class Draft:
 
     def __enter__(self) -> Draft:
         try:
-            self._begin()
+            self._prepare_folder()
         except BaseException:
             self.__exit__()
             raise
         return self
 
-    def _begin(self) -> None:
+    def _prepare_folder(self) -> None:
         place = self._place
         if isinstance(place, LocalPlace) and not place.folder.exists():
             place.folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ class Draft:
             if is_alone:
                 names = list(filter(_OF_DRAFT.search, place.names(hidden=True)))
                 with suppress(OSError, ValueError):  # the manifest cannot be read
-                    _remove_unnamed(place, names)
+                    _remove_abandoned_files(place, names)
 
     def __exit__(self, *_: object) -> None:
         place = self._place
@@ -171,11 +171,11 @@ class Draft:
             self._mark.close()
             # Another writer, who has replaced the manifest meanwhile, left the files to this one.
             if self._leads and (not self._is_committed or self._written != _manifest_state(place)):
-                _remove_unnamed(place, self._own_names())
+                _remove_abandoned_files(place, self._draft_file_names())
                 if self._is_new and not self._is_committed and isinstance(place, LocalPlace):
                     place.folder.rmdir()  # unless it holds files
 
-    def _own_names(self) -> list[str]:
+    def _draft_file_names(self) -> list[str]:
         return [name for name in self._place.names(hidden=True) if self.token in name]
 
     def commit(self, manifest: bytes) -> None:
@@ -193,7 +193,9 @@ class Draft:
             self._is_committed, self._written = True, _manifest_state(place)
             with suppress(OSError, ValueError):  # the next writer removes the rest
                 names = place.names(hidden=True)
-                _remove_unnamed(place, names if is_alone else _names_in_manifest(names, older))
+                _remove_abandoned_files(
+                    place, names if is_alone else _names_in_manifest(names, older)
+                )
 
     def _replace_manifest(self, manifest: bytes) -> None:
         """Replace the manifest; the page of the older recording goes with it."""
@@ -237,7 +239,7 @@ def _names_in_manifest(names: list[str], manifest: bytes) -> list[str]:
     return [name for name in names if name == MANIFEST or f'"{name}"'.encode() in manifest]
 
 
-def _remove_unnamed(place: Place, names: list[str]) -> None:
+def _remove_abandoned_files(place: Place, names: list[str]) -> None:
     """Remove files that neither the manifest names nor a living writer has written."""
     marks = {match[1]: name for name in names if (match := _MARK.fullmatch(name))}
     living = [token for token, name in marks.items() if _is_locked(place, name)]

@@ -69,17 +69,17 @@ def encode(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
     if isinstance(value, Tensor):
         return _encode_tensor(value, store_tensor, lost)
     if value is None or isinstance(value, bool | int | str | float):
-        return _encode_plain(value, lost)
+        return _encode_scalar_or_text(value, lost)
     if isinstance(value, NotSaved):
-        return _encode_lost(value.what, lost)
+        return _encode_as_lost(value.what, lost)
     if isinstance(value, torch.Size):
         return {"size": list(value)}
     if isinstance(value, torch.dtype | torch.device):
         return {type(value).__name__: name_without_torch(value)}
-    return _encode_parts(value, store_tensor, lost)
+    return _encode_container(value, store_tensor, lost)
 
 
-def _encode_plain(value: bool | int | str | float | None, lost: Lost) -> Any:
+def _encode_scalar_or_text(value: bool | int | str | float | None, lost: Lost) -> Any:
     plain = value
     if isinstance(value, str):
         plain = str.__str__(value)
@@ -95,19 +95,19 @@ def _type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _encode_lost(description: str, lost: Lost) -> dict[str, Any]:
+def _encode_as_lost(description: str, lost: Lost) -> dict[str, Any]:
     lost(description)
     return {"lost": description}
 
 
-def _encode_parts(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
+def _encode_container(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
     kind = _container_kind(value)
     type_name = value.type_name if isinstance(value, Fields) else _type_name(value)
     if kind is None:
-        return _encode_lost(type_name, lost)
+        return _encode_as_lost(type_name, lost)
     if kind in ("set", "frozenset") and not all(map(_decodes_to_hashable, value)):
         why = "a member would come back as what a set cannot hold: use a tuple"
-        return _encode_lost(f"{type_name} ({why})", lost)
+        return _encode_as_lost(f"{type_name} ({why})", lost)
     # Types that come back unchanged, or with another class of the same structure.
     usual = (dict, OrderedDict) if kind == "dict" else (_BASES.get(kind, type(value)),)
     if type(value) not in usual:
@@ -182,7 +182,7 @@ def _encode_tensor(value: Tensor, store_tensor: StoreTensor, lost: Lost) -> Any:
     of_shard = {SHARD: layout_json(value)} if is_dtensor(value) else {}
     value = local_part(value)
     if not _is_storable(value):
-        return _encode_lost(f"{describe.in_full(value)}, {value.layout}", lost)
+        return _encode_as_lost(f"{describe.in_full(value)}, {value.layout}", lost)
     tensor = value.detach()
     if tensor.is_conj() or tensor.is_neg():  # lazy views: their memory holds other numbers
         tensor = tensor.resolve_conj().resolve_neg()
@@ -252,7 +252,7 @@ def decode(
         tensor = get_tensor(data[kind])
         if kind == "complex":
             tensor = _view_as_complex(tensor)
-        return _note_layout(tensor, data, part_by_id)
+        return _record_layout(tensor, data, part_by_id)
     if kind in _OF_DATA:
         return _OF_DATA[kind](data[kind])
     values = [decode(part, get_tensor, part_by_id) for _, part in data[kind]]
@@ -263,7 +263,7 @@ def decode(
     if kind == "dict":
         return _check_distinct(dict(zip(keys, values, strict=True)), keys)
     if kind == "namedtuple":
-        return _named_tuple(name, tuple(map(str, keys)))(*values)
+        return _make_named_tuple_class(name, tuple(map(str, keys)))(*values)
     if kind == "fields":
         fields = Fields(zip(map(str, keys), values, strict=True))
         fields.type_name = name
@@ -281,7 +281,7 @@ def _view_as_complex(pairs: Tensor) -> Tensor:
     return torch.view_as_complex(pairs if is_aligned else pairs.clone())
 
 
-def _note_layout(tensor: Tensor, data: Any, part_by_id: dict[int, Part] | None) -> Tensor:
+def _record_layout(tensor: Tensor, data: Any, part_by_id: dict[int, Part] | None) -> Tensor:
     """Note the layout of a tensor, as a view of its own: two layouts may share a tensor."""
     layout = None if part_by_id is None or SHARD not in data else Layout.from_json(data[SHARD])
     if part_by_id is None or layout is None:
@@ -334,7 +334,7 @@ def _check_distinct(value: Any, keys: list[Any]) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _named_tuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
+def _make_named_tuple_class(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
     if len(fields) > MOST_FIELDS:
         raise ValueError(f"a named tuple must have at most {MOST_FIELDS} fields")
     legal = name.isidentifier() and not keyword.iskeyword(name)

@@ -72,14 +72,12 @@ def find_grid(
         return None
     if len(shape) == 4:
         is_first = module_type not in _LAST and channels.are_second(shape)
-        return _channels_first_or_last(
-            shape, size, module_type, is_first=is_first, is_named=is_named
-        )
+        return _find_channel_grid(shape, size, module_type, is_first=is_first, is_named=is_named)
     # A last dimension of 1 is pooled channels, and not tokens.
     return _find_token_grid(shape[1], size) if len(shape) == 3 and shape[2] > 1 else None
 
 
-def _channels_first_or_last(
+def _find_channel_grid(
     shape: tuple[int, ...], size: Size, module_type: str, *, is_first: bool, is_named: bool
 ) -> Grid | None:
     first, last = Grid("channels first", *shape[2:]), Grid("channels last", *shape[1:3])

@@ -13,9 +13,14 @@ from hookline.display.text import name_without_torch, plural
 from hookline.engine import Selection, Site, normalize_root
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, InputError, NotRecordedError, OverwrittenError
-from hookline.recordings.firing_order import RecordedValue, is_readable, values_of, with_leaf
 from hookline.recordings.key_index import Key, only_site
 from hookline.recordings.pass_record import PassRecord
+from hookline.recordings.recorded_values import (
+    RecordedValue,
+    add_leaf_to_key,
+    is_convertible,
+    iterate_recorded_values,
+)
 from hookline.recordings.recording import Recording
 from hookline.statistics.value_statistics import main_tensor, measured_tensors
 
@@ -65,12 +70,12 @@ def walk_values(source: Source) -> Iterator[RecordedValue]:
     If several backward passes went over a pass, their gradients follow it, one pass at a time.
     """
     for record in [source] if isinstance(source, PassRecord) else source.passes:
-        yield from values_of(record)
+        yield from iterate_recorded_values(record)
 
 
 @final
 @dataclass(frozen=True)
-class Value:
+class LabelledTensor:
     """A tensor of a recording with its labels."""
 
     label: str  # the site as in a look-up, with the leaf of the tensor
@@ -92,14 +97,14 @@ class Value:
 
 @final
 @dataclass(frozen=True)
-class Skipped:
+class SkippedValue:
     """A value that cannot be drawn, and the reason."""
 
     label: str
     why: str
 
 
-def look_up_main_tensor(source: Source, key: Key, name: str = "") -> Value:
+def look_up_main_tensor(source: Source, key: Key, name: str = "") -> LabelledTensor:
     """Look up the main tensor of the only value of a site.
 
     Args:
@@ -116,13 +121,13 @@ def look_up_main_tensor(source: Source, key: Key, name: str = "") -> Value:
     return _make_value(unread, value, main_tensor(value))
 
 
-def look_up_tensors(source: Source, key: Key) -> list[Value]:
+def look_up_tensors(source: Source, key: Key) -> list[LabelledTensor]:
     """Look up every tensor that is measured of the only value of a site; errors as above."""
     value, unread = _look_up_value(source, key, "")
     return _make_values(unread, value)
 
 
-def _look_up_value(source: Source, key: Key, name: str) -> tuple[Any, _ValueName]:
+def _look_up_value(source: Source, key: Key, name: str) -> tuple[Any, _ValueLabels]:
     """Return the only value of a site, and what names it."""
     check_source(source)
     if isinstance(key, Selection):
@@ -136,8 +141,10 @@ def _look_up_value(source: Source, key: Key, name: str) -> tuple[Any, _ValueName
         where = f"pass {source.number}"
     elif len(source.passes) > 1:
         where = f"pass {next(record.number for record in source.passes if key in record)}"
-    module_type = (key.module_type if isinstance(key, Site) else "") or _type_of(source, str(key))
-    return value, _ValueName(normalize_root(str(key)), module_type, where)
+    module_type = (key.module_type if isinstance(key, Site) else "") or _module_type_at(
+        source, str(key)
+    )
+    return value, _ValueLabels(normalize_root(str(key)), module_type, where)
 
 
 def _ambiguous_text(source: Source, key: Key, name: str, error: AmbiguousError) -> str:
@@ -177,7 +184,7 @@ def only_pass(source: Source, name: str = "") -> PassRecord:
     return filled[0]
 
 
-def tensors_of(record: PassRecord) -> Iterator[tuple[str, Value | Skipped]]:
+def iterate_tensors(record: PassRecord) -> Iterator[tuple[str, LabelledTensor | SkippedValue]]:
     """Yield every tensor of a pass that is measured with its key, in firing order.
 
     The key of a value with one such tensor is its site, and else has the leaf, too.
@@ -187,12 +194,12 @@ def tensors_of(record: PassRecord) -> Iterator[tuple[str, Value | Skipped]]:
         key = recorded.key + suffix
         try:
             values = _make_values(
-                _ValueName(recorded.key, recorded.site.module_type), recorded.read()
+                _ValueLabels(recorded.key, recorded.site.module_type), recorded.read()
             )
         except OverwrittenError:
-            yield key, Skipped(key, "overwritten in place after recording without copy=True")
+            yield key, SkippedValue(key, "overwritten in place after recording without copy=True")
         except InputError:
-            yield key, Skipped(key, "without numbers that can be read")
+            yield key, SkippedValue(key, "without numbers that can be read")
         else:
             for value in values:
                 label = recorded.key if suffix and len(values) == 1 else value.label
@@ -200,21 +207,21 @@ def tensors_of(record: PassRecord) -> Iterator[tuple[str, Value | Skipped]]:
                 yield key if len(values) == 1 else label, replace(value, label=label)
 
 
-def values_to_draw(source: Source, sites: Any) -> tuple[list[Value], list[Skipped]]:
+def values_to_draw(source: Source, sites: Any) -> tuple[list[LabelledTensor], list[SkippedValue]]:
     """Return the values to draw and those that cannot be drawn: of all sites, or of named ones.
 
     Raises:
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up of a named site.
         InputError: no value can be drawn.
     """
-    entries: list[Value | Skipped]
+    entries: list[LabelledTensor | SkippedValue]
     if sites is None:
-        entries = [value for _, value in tensors_of(only_pass(source))]
+        entries = [value for _, value in iterate_tensors(only_pass(source))]
     else:
         keys = [sites] if isinstance(sites, str | Site) else sites
         entries = [value for key in keys for value in look_up_tensors(source, key)]
-    values = [value for value in entries if isinstance(value, Value)]
-    skipped = [value for value in entries if isinstance(value, Skipped)]
+    values = [value for value in entries if isinstance(value, LabelledTensor)]
+    skipped = [value for value in entries if isinstance(value, SkippedValue)]
     if not values:
         why = f" ({skipped[0].label}: {skipped[0].why})" if skipped else ""
         raise InputError(
@@ -224,7 +231,7 @@ def values_to_draw(source: Source, sites: Any) -> tuple[list[Value], list[Skippe
     return values, skipped
 
 
-def skipped_text(skipped: list[Skipped]) -> str:
+def skipped_text(skipped: list[SkippedValue]) -> str:
     """Say which values a figure leaves out, and why; return an empty text if there are none."""
     if not skipped:
         return ""
@@ -239,20 +246,20 @@ def skipped_text(skipped: list[Skipped]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _ValueName:
-    """Name a value that is not read: `Value` without its tensor."""
+class _ValueLabels:
+    """Name a value that is not read: `LabelledTensor` without its tensor."""
 
     label: str
     module_type: str
     where: str = ""
 
 
-def _make_values(unread: _ValueName, value: Any) -> list[Value]:
+def _make_values(unread: _ValueLabels, value: Any) -> list[LabelledTensor]:
     tensors: list[Tensor | None] = [tensor for _, tensor in measured_tensors(value)]
     return [_make_value(unread, value, tensor) for tensor in tensors or [None]]
 
 
-def _make_value(unread: _ValueName, value: Any, tensor: Tensor | None) -> Value:
+def _make_value(unread: _ValueLabels, value: Any, tensor: Tensor | None) -> LabelledTensor:
     """Name a tensor of a value; refuse one without numbers."""
     label = unread.label
     if tensor is None:
@@ -262,18 +269,18 @@ def _make_value(unread: _ValueName, value: Any, tensor: Tensor | None) -> Value:
             f"{label} must hold a tensor that can be drawn, got {describe.in_words(value)}."
             "\nName a site with such a tensor, or a leaf of it."
         )
-    if not is_readable(tensor):
+    if not is_convertible(tensor):
         raise InputError(
             f"{label} is {describe.in_full(tensor)}, whose numbers torch cannot read."
             "\nRecord it in another dtype, with keep=, or leave the site out."
         )
     if not isinstance(value, Tensor):
         leaf = next(leaf for leaf, part in tree.tensors(value) if part is tensor)
-        label = with_leaf(label, leaf)
-    return Value(label, unread.module_type, tensor, unread.where)
+        label = add_leaf_to_key(label, leaf)
+    return LabelledTensor(label, unread.module_type, tensor, unread.where)
 
 
-def _type_of(source: Source, key: str) -> str:
+def _module_type_at(source: Source, key: str) -> str:
     sites = source.sites if isinstance(source, Recording) else [site for site, _ in source.fired()]
     path = re.split(r"[:#\[]", key)[0]
     return next((site.module_type for site in sites if path in (site.path, *site.aliases)), "")

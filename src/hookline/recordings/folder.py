@@ -47,10 +47,10 @@ from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.files.safetensors_file import encode_tensors
 from hookline.files.sealed_json import MANIFEST, seal_json, stored_checksum, verify_seal
 from hookline.files.unreadable_or_damaged import DAMAGE, convert_read_errors
-from hookline.recordings.atomic_replace import RANK, RECORDING, Draft, check_target, resolve_target
+from hookline.recordings.atomic_replace import RANK, RECORDING, Draft, check_target, resolve_links
 from hookline.recordings.encoding import Lost, encode
 from hookline.recordings.log_entries import Contents, Entry, PartialGradients, PassContents
-from hookline.recordings.stored_values import REMEDY, Stored, TensorFiles
+from hookline.recordings.stored_values import REMEDY, StoredValue, TensorFiles
 
 _MOST_RUNS = 10**9  # of a key: `fc#pass999999999`
 _FILE_TENSORS = 100_000  # their header takes about 8 MB
@@ -109,7 +109,7 @@ def write_recording(folder: str | os.PathLike[str], contents: Contents) -> Path 
         FolderError: the folder holds other files, or the disk is full or read-only. Nothing is
             left half-written.
     """
-    place = resolve_target(folder)
+    place = resolve_links(folder)
     try:
         with Draft(place) as draft:
             draft.commit(write_tensor_files(place, draft.token, contents))
@@ -117,13 +117,13 @@ def write_recording(folder: str | os.PathLike[str], contents: Contents) -> Path 
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise FolderError(
-            f"cannot write the recording {path_of(place)}: {first_line(error)}."
+            f"cannot write the recording {place_to_path_or_url(place)}: {first_line(error)}."
             "\nNothing was left behind. Choose a writable folder, on a disk with free space."
         ) from error
-    return path_of(place)
+    return place_to_path_or_url(place)
 
 
-def path_of(place: Place) -> Path | str:
+def place_to_path_or_url(place: Place) -> Path | str:
     """Return the path of a folder, or its URL."""
     return place.folder if isinstance(place, LocalPlace) else str(place)
 
@@ -148,7 +148,7 @@ def write_tensor_files(place: Place, token: str, contents: Contents) -> bytes:
     """
     writer = _TensorWriter(place, token)
     lost: list[str] = list(contents.lost)
-    notes = [partial(_note_loss, lost, str(site)) for site in contents.sites]
+    notes = [partial(_append_loss, lost, str(site)) for site in contents.sites]
     passes = []
     settings: list[Settings | None] = []
     for number, failed, entries, of_pass in contents.passes:
@@ -187,18 +187,18 @@ def write_tensor_files(place: Place, token: str, contents: Contents) -> bytes:
         "checksums": writer.sums,
         "passes": passes,
     }  # fmt: skip
-    return manifest_bytes(manifest)
+    return encode_manifest(manifest)
 
 
 def _encode_value(value: Any, writer: _TensorWriter, lost: Lost) -> Any:
-    if isinstance(value, Stored):  # what it has lost is known
+    if isinstance(value, StoredValue):  # what it has lost is known
         return value.encode(writer.put)
     if isinstance(value, PartialGradients):
         value = value.load()
     return encode(value, writer.put, lost)
 
 
-def manifest_bytes(body: Mapping[str, Any]) -> bytes:
+def encode_manifest(body: Mapping[str, Any]) -> bytes:
     """Return the bytes of a manifest with these keys after those that all manifests have."""
     return seal_json({**RECORDING.first_keys(), "torch": str(torch.__version__), **body})
 
@@ -246,7 +246,7 @@ class _SeenSites:
         return row
 
 
-def _note_loss(lost: list[str], site: str, part: str) -> None:
+def _append_loss(lost: list[str], site: str, part: str) -> None:
     lost.append(f"{site}: {part}")
 
 
@@ -268,8 +268,10 @@ def _parse_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
             raise ValueError("the failed state of a pass must be null, true or false")
         entries = [_read_entry(files, sites, *value) for value in row["values"]]
         # hookline before 0.2.0 wrote no settings
-        of_pass = settings[_checked_number(row["settings"])] if settings else None
-        passes.append(PassContents(_checked_number(row["number"]), row["failed"], entries, of_pass))
+        of_pass = settings[_check_run_number(row["settings"])] if settings else None
+        passes.append(
+            PassContents(_check_run_number(row["number"]), row["failed"], entries, of_pass)
+        )
     fields = manifest["report"]
     report = Report(
         name=str(fields["name"]),
@@ -279,8 +281,8 @@ def _parse_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
         ended=True,
         sites=sites,
         counts=tuple(int(count) for _, count in zip(sites, fields["fired"], strict=True)),
-        why={_site_of_text(text, by_text): str(why) for text, why in fields["why"].items()},
-        excused=frozenset(_site_of_text(text, by_text) for text in fields["excused"]),
+        why={_find_site(text, by_text): str(why) for text, why in fields["why"].items()},
+        excused=frozenset(_find_site(text, by_text) for text in fields["excused"]),
     )
     modules = {str(path): str(kind) for path, kind in manifest["modules"]}
     lost = [str(item) for item in manifest["lost"]]
@@ -288,7 +290,7 @@ def _parse_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
     return Contents(report, sites, passes, lost, modules, model)
 
 
-def _site_of_text(text: str, by_text: Mapping[str, Site]) -> Site:
+def _find_site(text: str, by_text: Mapping[str, Site]) -> Site:
     """Return the site with a text; hookline before 0.1.0 wrote the root as `:output`."""
     return by_text[text if text in by_text else normalize_root(text)]
 
@@ -301,15 +303,15 @@ def _read_entry(
         raise ValueError("a value must be of a site that is listed")
     return Entry(
         int(number),
-        Stored(files, data, sites[number]),
+        StoredValue(files, data, sites[number]),
         None,
-        None if call is None else _checked_number(call),
+        None if call is None else _check_run_number(call),
         None if backward is None else int(backward),
         None if weight is None else float(weight),
     )
 
 
-def _checked_number(value: Any) -> int:
+def _check_run_number(value: Any) -> int:
     """Return the number of a pass or of a call, as a key may have it."""
     if type(value) is not int or not 0 <= value < _MOST_RUNS:
         raise ValueError(f"the number of a pass or call must be from 0 up, got {value!r:.80}")
@@ -322,7 +324,7 @@ def _read_site(row: Mapping[str, Any]) -> Site:
     is_sound = (
         all(isinstance(text, str) for text in texts)
         and all(isinstance(key, str | int) for key in leaf)
-        and (call is None or _checked_number(call) == call)
+        and (call is None or _check_run_number(call) == call)
         and row["port"] in PORTS
     )
     if not is_sound:
@@ -353,7 +355,7 @@ def write_ranks(
     """
     question = f"run.save({os.fspath(folder)!r})"
     rank_group = _RankGroup(question, group_ranks(group, question), timeout)
-    place = resolve_target(folder)
+    place = resolve_links(folder)
     draft = Draft(place, leads=dist.get_rank() == rank_group.ranks[0])
     contents: Contents
 
@@ -380,8 +382,10 @@ def write_ranks(
 
         sums = [answer["checksum"] for answer in rank_group.gather_results(write_part)]
         # The first rank writes the manifest of all parts; all ranks learn whether that worked.
-        rank_group.gather_results(partial(_commit, rank_group.ranks, draft, place, sums))
-    return path_of(place), contents
+        rank_group.gather_results(
+            partial(_commit_ranks_manifest, rank_group.ranks, draft, place, sums)
+        )
+    return place_to_path_or_url(place), contents
 
 
 @final
@@ -410,7 +414,9 @@ class _RankGroup:
         return answers
 
 
-def _commit(ranks: Sequence[int], draft: Draft, place: Place, sums: list[str]) -> dict[str, Any]:
+def _commit_ranks_manifest(
+    ranks: Sequence[int], draft: Draft, place: Place, sums: list[str]
+) -> dict[str, Any]:
     """Write the manifest of all parts, on the first rank."""
     if dist.get_rank() == ranks[0]:
         parts = dict(zip([_rank_folder_name(rank, draft) for rank in ranks], sums, strict=True))
@@ -420,7 +426,7 @@ def _commit(ranks: Sequence[int], draft: Draft, place: Place, sums: list[str]) -
                 f"rank {ranks[0]} does not see the folders of other ranks"
                 f" ({listed(unseen, 4)}): the folder must be on a disk that all ranks share"
             )
-        draft.commit(manifest_bytes({"ranks": parts}))
+        draft.commit(encode_manifest({"ranks": parts}))
     return {}
 
 

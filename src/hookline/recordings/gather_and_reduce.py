@@ -49,8 +49,8 @@ from hookline.recordings.match_rank_values import (
     RankValue,
     check_equal_leaves,
     check_same_structure,
-    columns,
     node_text,
+    nodes_across_ranks,
 )
 
 OPS = ("mean", "sum", "max", "min")
@@ -116,7 +116,7 @@ class Collective:
         )
 
     @contextmanager
-    def raising_ranks_error(self) -> Iterator[None]:
+    def convert_lost_rank_errors(self) -> Iterator[None]:
         """Turn the error of a rank that is lost in the block into a RanksError."""
         try:
             yield
@@ -152,15 +152,15 @@ def gather_value(collective: Collective, look_up: Callable[[], Any], dim: int | 
     """Gather a value of which each rank has a part. A collective."""
     value, nodes = collective.gather_nodes(look_up, compares_copies=True)
     check_equal_leaves(collective.question, collective.ranks, nodes, "number")
-    _check_dim(collective.question, columns(nodes, "plain", "array"), dim)
+    _check_dim(collective.question, nodes_across_ranks(nodes, "plain", "array"), dim)
     wholes = []
-    for tensor, column in zip(value.tensors, columns(nodes), strict=True):
+    for tensor, column in zip(value.tensors, nodes_across_ranks(nodes), strict=True):
         if is_dtensor(tensor):
-            with collective.raising_ranks_error():
+            with collective.convert_lost_rank_errors():
                 wholes.append(gather_full(tensor))
         else:
             shapes = [node["shape"] for node in column]
-            wholes.append(torch.cat(_gather(collective, tensor, shapes), dim or 0))
+            wholes.append(torch.cat(_all_gather_tensor(collective, tensor, shapes), dim or 0))
     return value.rebuild(wholes)
 
 
@@ -169,16 +169,18 @@ def reduce_over_ranks(collective: Collective, look_up: Callable[[], Any], op: st
     check_op(op)
     value, nodes = collective.gather_nodes(look_up)
     _check_reducible(collective.question, collective.ranks, nodes, op)
-    tensors = [_reduce_tensor(collective, tensor, op) for tensor in value.tensors]
+    tensors = [_all_reduce_tensor(collective, tensor, op) for tensor in value.tensors]
     return value.rebuild(tensors, _reduce_numbers(nodes, op))
 
 
-def _reduce_tensor(collective: Collective, tensor: Tensor, op: str) -> Tensor:
+def _all_reduce_tensor(collective: Collective, tensor: Tensor, op: str) -> Tensor:
     if op in ("max", "min"):  # some backends drop a NaN in a max or min reduction
         n_ranks = dist.get_world_size(collective.group)
-        return _reduce(_gather(collective, tensor, [list(tensor.shape)] * n_ranks), op)
-    total = _widen(tensor, op).to(_device(collective.group), copy=True).contiguous()
-    with collective.raising_ranks_error():
+        return _reduce_tensors(
+            _all_gather_tensor(collective, tensor, [list(tensor.shape)] * n_ranks), op
+        )
+    total = _widen(tensor, op).to(_exchange_device(collective.group), copy=True).contiguous()
+    with collective.convert_lost_rank_errors():
         collective.wait(dist.all_reduce(total, group=collective.group, async_op=True))
     total = total.to(tensor.device)
     return total / dist.get_world_size(collective.group) if op == "mean" else total
@@ -192,11 +194,13 @@ def join_saved_ranks(
     `part_by_id` has the tensors that were parts of DTensors, with their layouts, by their `id()`.
     """
     ranks = list(range(len(values)))
-    apart, nodes, of_tensors = _take_apart(values, ranks, question)
+    apart, nodes, of_tensors = _disassemble(values, ranks, question)
     check_equal_leaves(question, ranks, nodes, "number")
     of_dtensors = [_dtensor_parts(column, part_by_id, dim, question) for column in of_tensors]
     plain = [
-        column for column, whole in zip(columns(nodes), of_dtensors, strict=True) if whole is None
+        column
+        for column, whole in zip(nodes_across_ranks(nodes), of_dtensors, strict=True)
+        if whole is None
     ]
     _check_dim(question, plain, dim)
     for parts in filter(None, of_dtensors):
@@ -223,14 +227,18 @@ def join_by_replica(
             are reduced; None to keep them apart.
         question: the look-up as code, for messages.
     """
-    apart, nodes, of_tensors = _take_apart(values.values(), list(values), question)
+    apart, nodes, of_tensors = _disassemble(values.values(), list(values), question)
     check_equal_leaves(question, list(values), nodes, "number")
     of_dtensors = [_dtensor_parts(column, part_by_id, None, question) for column in of_tensors]
     if not any(of_dtensors):
         return dict(values)
     merge: Callable[[Sequence[Tensor]], Tensor] | None = None
     if dim is not None:
-        merge = partial(_reduce, op=dim) if isinstance(dim, str) else partial(torch.cat, dim=dim)
+        merge = (
+            partial(_reduce_tensors, op=dim)
+            if isinstance(dim, str)
+            else partial(torch.cat, dim=dim)
+        )
     made: dict[tuple[int, ...], tuple[int, Any]] = {}
     wholes: list[Sequence[Tensor]] = []
     for parts, column in zip(of_dtensors, of_tensors, strict=True):
@@ -243,7 +251,7 @@ def join_by_replica(
     return dict(made.values())
 
 
-def _take_apart(
+def _disassemble(
     values: Iterable[Any], ranks: list[int], question: str
 ) -> tuple[list[RankValue], list[list[Node]], list[tuple[Tensor, ...]]]:
     """Take the values of ranks apart, which must be of one structure; return nodes and tensors."""
@@ -260,7 +268,7 @@ def _dtensor_parts(
     parts = [part_by_id[id(tensor)] for tensor in tensors if id(tensor) in part_by_id]
     if len(parts) < len(tensors):
         return None
-    unknown = parts[0][0].unjoinable
+    unknown = parts[0][0].unjoinable_placement
     if unknown and dim is None:
         raise RanksError(
             f"{question}: placements must be Shard, Replicate, or Partial with a known reduction,"
@@ -276,20 +284,23 @@ def reduce_saved_ranks(values: Sequence[Any], op: str, question: str, *, is_shar
     """
     check_op(op)
     ranks = list(range(len(values)))
-    apart, nodes, of_tensors = _take_apart(values, ranks, question)
+    apart, nodes, of_tensors = _disassemble(values, ranks, question)
     if is_sharded:
         nodes = [
             [{**node, "kind": "dtensor"} if node["kind"] == "plain" else node for node in of_rank]
             for of_rank in nodes
         ]
     _check_reducible(question, ranks, nodes, op)
-    tensors = [_reduce(column, op) for column in of_tensors]
+    tensors = [_reduce_tensors(column, op) for column in of_tensors]
     return apart[0].rebuild(tensors, _reduce_numbers(nodes, op))
 
 
 def _reduce_numbers(nodes: Sequence[list[Node]], op: str) -> list[float | complex]:
     """Reduce the numbers of all ranks, each with one dtype for all."""
-    return [_reduce_number([n["value"] for n in column], op) for column in columns(nodes, "number")]
+    return [
+        _reduce_number([n["value"] for n in column], op)
+        for column in nodes_across_ranks(nodes, "number")
+    ]
 
 
 def _reduce_number(values: list[Any], op: str) -> float | complex:
@@ -301,13 +312,13 @@ def _reduce_number(values: list[Any], op: str) -> float | complex:
     numbers = [complex(*v) if isinstance(v, list) else float(v) for v in values]
     dtype = torch.complex128 if is_complex else torch.float64
     parts = [*torch.tensor(numbers, dtype=dtype, device="cpu")]
-    total: float | complex = _reduce(parts, op).item()
+    total: float | complex = _reduce_tensors(parts, op).item()
     return total
 
 
 def _check_reducible(question: str, ranks: list[int], nodes: Sequence[list[Node]], op: str) -> None:
     """Refuse shards of DTensors, tensors of several shapes, and an order of complex numbers."""
-    for column in columns(nodes):
+    for column in nodes_across_ranks(nodes):
         shapes = [node_text(node) for node in column]
         if column[0]["kind"] == "dtensor":
             raise RanksError(
@@ -322,7 +333,7 @@ def _check_reducible(question: str, ranks: list[int], nodes: Sequence[list[Node]
                 "\nReduce when recording, keep=lambda t: t.float().mean(), or join them:"
                 " run.full(..., dim=0)."
             )
-    for node in (node for column in columns(nodes, *COMBINED) for node in column):
+    for node in (node for column in nodes_across_ranks(nodes, *COMBINED) for node in column):
         is_complex = isinstance(node.get("value"), list) or node["dtype"].startswith("complex")
         if is_complex and op in ("max", "min"):
             raise RanksError(
@@ -337,7 +348,7 @@ def check_op(op: str) -> None:
         raise ValueError(f"op must be one of {', '.join(map(repr, OPS))}, got {op!r}.")
 
 
-def _reduce(tensors: Sequence[Tensor], op: str) -> Tensor:
+def _reduce_tensors(tensors: Sequence[Tensor], op: str) -> Tensor:
     stacked = torch.stack([_widen(tensor, op) for tensor in tensors])
     if op in ("max", "min"):
         return stacked.amax(0) if op == "max" else stacked.amin(0)
@@ -381,17 +392,19 @@ def _check_dim(question: str, plain: list[tuple[Node, ...]], dim: int | None) ->
             )
 
 
-def _gather(collective: Collective, tensor: Tensor, shapes: list[list[int]]) -> list[Tensor]:
+def _all_gather_tensor(
+    collective: Collective, tensor: Tensor, shapes: list[list[int]]
+) -> list[Tensor]:
     """Gather a plain tensor of each rank; their shapes may differ. A collective."""
     tensor = local_part(tensor).detach().resolve_conj().resolve_neg()
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = view_as_bytes(real.contiguous()).to(_device(collective.group))
+    flat = view_as_bytes(real.contiguous()).to(_exchange_device(collective.group))
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
     padded = flat.new_zeros(max(sizes))  # all_gather needs one size, so all pad to the largest
     padded[: flat.numel()] = flat
     pieces = [torch.empty_like(padded) for _ in sizes]
     if padded.numel():
-        with collective.raising_ranks_error():
+        with collective.convert_lost_rank_errors():
             collective.wait(dist.all_gather(pieces, padded, group=collective.group, async_op=True))
     whole = []
     for part, size, shape in zip(pieces, sizes, shapes, strict=True):
@@ -402,7 +415,7 @@ def _gather(collective: Collective, tensor: Tensor, shapes: list[list[int]]) -> 
     return whole
 
 
-def _device(group: Any) -> torch.device:
+def _exchange_device(group: Any) -> torch.device:
     """Return the device on which a group's backend exchanges tensors."""
     backend = str(dist.get_backend(group))
     if "nccl" in backend and "gloo" not in backend:

@@ -166,7 +166,7 @@ def _make_row(log: Log, index: int, entries: list[Entry], report: Report, ran: b
     if not all(has_numbers(tensor) for value in values for _, tensor in tree.tensors(value)):
         why = "the gradients are meta or fake tensors, which have no numbers"
         return GradientRow(str(site), count=len(entries), state="none", why=why)
-    norms, maxima, zeros, sizes = zip(*map(_measure, values), strict=True)
+    norms, maxima, zeros, sizes = zip(*map(_measure_gradient, values), strict=True)
     ratios = [
         norm / float(entry.weight)
         for entry, norm in zip(entries, norms, strict=True)
@@ -186,7 +186,7 @@ def _nan_as_inf(number: float) -> float:
     return math.inf if math.isnan(number) else number
 
 
-def _measure(value: Any) -> tuple[float, float, int, int]:
+def _measure_gradient(value: Any) -> tuple[float, float, int, int]:
     """Return a gradient's L2 norm, largest absolute element, number of zeros and of elements."""
     tensors = [
         _magnitudes(part)

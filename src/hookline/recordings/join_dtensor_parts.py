@@ -82,7 +82,7 @@ class Layout:
         )
 
     @property
-    def unjoinable(self) -> str:
+    def unjoinable_placement(self) -> str:
         """The placement that cannot be joined; empty if all can."""
         texts = [str(row[1]) for row in self.placements if row[0] == "unknown"]
         ops = {row[1] for row in self.placements if row[0] == "partial"}
@@ -120,10 +120,10 @@ class Layout:
         rows = [torch.arange(size, device="cpu") for size in self.shape]
         for at, n, row in zip(self.at, self.mesh, self.placements, strict=True):
             if row[0] == "shard":
-                rows[row[1]] = _chunk(rows[row[1]], n, at)
+                rows[row[1]] = _nth_chunk(rows[row[1]], n, at)
             elif row[0] == "strided":  # FSDP2 on top of tensor parallelism, on one dimension
-                pieces = [_chunk(rows[row[1]], row[2], piece) for piece in range(row[2])]
-                rows[row[1]] = torch.cat([_chunk(piece, n, at) for piece in pieces])
+                pieces = [_nth_chunk(rows[row[1]], row[2], piece) for piece in range(row[2])]
+                rows[row[1]] = torch.cat([_nth_chunk(piece, n, at) for piece in pieces])
         return rows
 
 
@@ -247,7 +247,9 @@ def _join_mesh(parts: list[Part], question: str, replica: tuple[int, ...] | None
     by_place = {layout.at: (layout, tensor) for layout, tensor in parts if layout.at}
     layout = parts[0][0]
     missing = [at for at in itertools.product(*map(range, layout.mesh)) if at not in by_place]
-    if missing or any(_shared_layout(other) != _shared_layout(layout) for other, _ in parts):
+    if missing or any(
+        _rank_independent_fields(other) != _rank_independent_fields(layout) for other, _ in parts
+    ):
         reason = (
             f"the part at {missing[0]} of the mesh {list(layout.mesh)} is missing"
             if missing
@@ -278,7 +280,7 @@ def _join_mesh(parts: list[Part], question: str, replica: tuple[int, ...] | None
     return whole / len(summands) if layout.reduction == "avg" else whole
 
 
-def _shared_layout(layout: Layout) -> tuple[Any, ...]:
+def _rank_independent_fields(layout: Layout) -> tuple[Any, ...]:
     return layout.shape, layout.mesh, layout.first, layout.placements
 
 
@@ -292,7 +294,7 @@ def _region_index(rows: list[Tensor]) -> tuple[Any, ...]:
     return tuple(row.view(-1, *[1] * (len(rows) - 1 - dim)) for dim, row in enumerate(rows))
 
 
-def _chunk(row: Tensor, n: int, number: int) -> Tensor:
+def _nth_chunk(row: Tensor, n: int, number: int) -> Tensor:
     """Return a chunk as torch.chunk cuts it; chunks that it leaves out are empty."""
     size = math.ceil(len(row) / n)
     return row[size * number : size * (number + 1)]

@@ -15,8 +15,13 @@ from hookline.findings.depth_strip import INKS, depth_strip_svg
 from hookline.findings.finding import Finding, Findings, sort_by_level
 from hookline.findings.survey import Survey
 from hookline.findings.tensor_reading import Reading, measure_numbers
-from hookline.recordings.firing_order import RecordedValue, is_readable, values_of, with_leaf
 from hookline.recordings.pass_record import PassRecord
+from hookline.recordings.recorded_values import (
+    RecordedValue,
+    add_leaf_to_key,
+    is_convertible,
+    iterate_recorded_values,
+)
 from hookline.statistics.value_statistics import measured_tensors
 
 _MOST_NAMED = 3
@@ -37,7 +42,7 @@ class _Reader:
 
     def readings(self, record: PassRecord) -> Iterator[Reading]:
         """Yield a reading of each tensor; one value at a time is in memory."""
-        for recorded in values_of(record):
+        for recorded in iterate_recorded_values(record):
             self.n_values += 1
             try:
                 yield from self._read_value(recorded)
@@ -53,8 +58,8 @@ class _Reader:
         if tree.distinct_tensors(value) and not any(tensor.numel() for _, tensor in tensors):
             self.empty.append(key)
         for leaf, tensor in tensors:
-            label = with_leaf(key, leaf)
-            if tensor.is_meta or not is_readable(tensor):
+            label = add_leaf_to_key(key, leaf)
+            if tensor.is_meta or not is_convertible(tensor):
                 self.unread.append(label)
                 continue
             plain = tensor.dequantize() if tensor.is_quantized else tensor
@@ -90,13 +95,13 @@ def judge_passes(
         survey = Survey(list(reader.readings(record)), types, silent, aliases)
         for finding in judge_survey(survey):
             told.setdefault((finding.kind, finding.site), (finding, []))[1].append(record.number)
-    rows = [_mention_passes(finding, numbers, len(passes)) for finding, numbers in told.values()]
+    rows = [_add_pass_numbers(finding, numbers, len(passes)) for finding, numbers in told.values()]
     facts = f"{plural(reader.n_values, 'value')}, {plural(len(passes), 'pass', 'passes')}"
     judged = sort_by_level([*_overwritten_findings(reader.overwritten), *rows])
     return Findings(judged, facts, _unjudged_notes(reader)), survey
 
 
-def _mention_passes(finding: Finding, numbers: Sequence[int], n_passes: int) -> Finding:
+def _add_pass_numbers(finding: Finding, numbers: Sequence[int], n_passes: int) -> Finding:
     if n_passes == 1:
         return replace(finding, passes=tuple(numbers))
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
@@ -145,16 +150,16 @@ def findings_html(passes: Sequence[PassRecord], modules: Mapping[str, str], repo
     """
     try:
         if not _is_small(passes):
-            return _paragraph(
+            return _html_paragraph(
                 f"More than {size(_MOST_BYTES)} or {_MOST_VALUES:,} values: print(run.findings())"
                 " says what is wrong."
             )
         findings, survey = judge_passes(passes, modules, report)
     except FolderError as error:
-        return _paragraph(f"Not judged: {str(error).splitlines()[0]}")
+        return _html_paragraph(f"Not judged: {str(error).splitlines()[0]}")
     if not survey.readings:
         return ""
-    lines = "".join(_lines(findings))
+    lines = "".join(_html_lines(findings))
     number = passes[-1].number
     strip = depth_strip_svg(survey, [f for f in findings if not f.passes or number in f.passes])
     last = f"Over depth, in pass {number}, the last of {len(passes)}:"
@@ -165,7 +170,7 @@ def findings_html(passes: Sequence[PassRecord], modules: Mapping[str, str], repo
 def _is_small(passes: Sequence[PassRecord]) -> bool:
     n_bytes = n_values = 0
     for record in passes:
-        for recorded in values_of(record):
+        for recorded in iterate_recorded_values(record):
             n_values += 1
             tensors = [tensor for _, tensor in tree.tensors(recorded.outline())]
             n_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -174,11 +179,11 @@ def _is_small(passes: Sequence[PassRecord]) -> bool:
     return True
 
 
-def _lines(findings: Findings) -> Iterator[str]:
+def _html_lines(findings: Findings) -> Iterator[str]:
     if findings.ok:
         yield "✓ <b>No error and no warning.</b><br>"
     for finding in findings[:_MOST_FINDINGS]:
-        yield _line(finding)
+        yield _html_line(finding)
     more = len(findings) - _MOST_FINDINGS
     if more > 0:
         yield f'<span class="quiet">and {more:,} more: print(run.findings())</span><br>'
@@ -186,7 +191,7 @@ def _lines(findings: Findings) -> Iterator[str]:
         yield f'<span class="quiet">{escape_html(note)}</span><br>'
 
 
-def _line(finding: Finding) -> str:
+def _html_line(finding: Finding) -> str:
     ink = INKS.get(finding.level, "inherit")
     sign = f'<span style="color:{ink}">{_SIGNS[finding.level]}</span>'
     number = f" {escape_html(finding.number)}" * bool(finding.number)
@@ -196,5 +201,5 @@ def _line(finding: Finding) -> str:
     return f'{sign} {level} {text} <span class="quiet">{why}</span><br>'
 
 
-def _paragraph(text: str) -> str:
+def _html_paragraph(text: str) -> str:
     return f'<div class="hookline"><p class="quiet">{escape_html(text)}</p></div>'

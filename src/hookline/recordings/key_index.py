@@ -28,7 +28,7 @@ _RUN = re.compile(r"(?P<rest>.*)#(?P<kind>pass|backward|)(?P<number>[0-9]{1,9})"
 _MOST_COMPARED = 200
 
 
-class Lookup(NamedTuple):
+class ParsedKey(NamedTuple):
     """A parsed key."""
 
     number: int  # the index of the recorded site
@@ -40,18 +40,18 @@ class Lookup(NamedTuple):
     backward: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.site}{run_text(self.backward, self.pass_number)}"
+        return f"{self.site}{run_suffix(self.backward, self.pass_number)}"
 
     def key_of_leaf(self, leaf: tuple[str | int, ...]) -> str:
         """Return the key of a leaf of the value."""
         return str(self._replace(site=replace(self.site, leaf=self.site.leaf + leaf)))
 
-    def with_call(self, call: int) -> Lookup:
+    def with_call(self, call: int) -> ParsedKey:
         """Return the key of one call."""
         return self._replace(site=replace(self.site, call=call), call=call)
 
 
-def run_text(backward: int | None, pass_number: int | None) -> str:
+def run_suffix(backward: int | None, pass_number: int | None) -> str:
     """Return the suffix of a key for a backward pass and a pass: `#backward1#pass0`."""
     return ("" if backward is None else f"#backward{backward}") + (
         "" if pass_number is None else f"#pass{pass_number}"
@@ -59,7 +59,7 @@ def run_text(backward: int | None, pass_number: int | None) -> str:
 
 
 @final
-class Index:
+class SiteIndex:
     """An index of the recorded sites by key.
 
     Args:
@@ -89,7 +89,7 @@ class Index:
                 self.keys[index] = self.keys[index].removeprefix(ROOT) or ":output"
         self._by_text = {key: index for index, key in enumerate(self.keys)}
 
-    def find(self, key: Key) -> Lookup:
+    def parse(self, key: Key) -> ParsedKey:
         """Parse a key: `PATH[:PORT][LEAF][#CALL][#backwardN][#passN]`, a `Site`, or a selection.
 
         Raises:
@@ -98,12 +98,12 @@ class Index:
         """
         if not isinstance(key, str | Site | Selection):
             raise NotRecordedError(self._not_a_site_text(key))
-        lookup = self.get(key)
-        if lookup is None:
+        parsed_key = self.parse_if_selected(key)
+        if parsed_key is None:
             raise NotRecordedError(self._not_selected_text(key))
-        return lookup
+        return parsed_key
 
-    def get(self, key: Key) -> Lookup | None:
+    def parse_if_selected(self, key: Key) -> ParsedKey | None:
         """Parse a key; return None if its site was not selected.
 
         Raises:
@@ -112,7 +112,7 @@ class Index:
         index, site, runs = self._split_key(key)
         if index is None:
             index = self._find_covering_site(site, runs)
-        return None if index is None else self._make_lookup(index, site, runs)
+        return None if index is None else self._make_parsed_key(index, site, runs)
 
     def _split_key(self, key: Key) -> tuple[int | None, Site, dict[str, int]]:
         """Split a key into a site, with its index if it is written as recorded, and the runs."""
@@ -125,12 +125,12 @@ class Index:
         while text not in self._by_text:
             match = _RUN.fullmatch(text)
             if match is None or match["kind"] in runs:
-                return None, parse_site(self._site_of_part(text), self._paths), runs
+                return None, parse_site(self._part_to_site(text), self._paths), runs
             text, runs[match["kind"]] = match["rest"], int(match["number"])
         index = self._by_text[text]
         return index, self._sites[index], runs
 
-    def _site_of_part(self, text: str) -> str:
+    def _part_to_site(self, text: str) -> str:
         """Return the site that a text such as `.resid_post.3` names; other texts themselves."""
         if not text.startswith(".") or self._sites_of_part is None:
             return text
@@ -153,7 +153,7 @@ class Index:
         at_grad = self._by_place.get((site.path, "grad"), ())
         return at_grad[0] if at_grad and site == Site(site.path) else None
 
-    def _make_lookup(self, index: int, site: Site, runs: dict[str, int]) -> Lookup:
+    def _make_parsed_key(self, index: int, site: Site, runs: dict[str, int]) -> ParsedKey:
         recorded = self._sites[index]
         if "" in runs:
             site = replace(site, call=runs[""])
@@ -161,21 +161,21 @@ class Index:
             site = replace(site, port=recorded.port)
         leaf = site.leaf[len(recorded.leaf) :]
         call = site.call if recorded.call is None else None
-        return Lookup(index, site, leaf, call, runs.get("pass"), runs.get("backward"))
+        return ParsedKey(index, site, leaf, call, runs.get("pass"), runs.get("backward"))
 
-    def _find_leaf_by_path(self, named: Site, runs: dict[str, int]) -> Lookup | None:
+    def _find_leaf_by_path(self, named: Site, runs: dict[str, int]) -> ParsedKey | None:
         """Parse a path such as `block.logits` as a leaf of the value of `block`, if it has one."""
         names = named.path.split(".")
         for n_names in range(len(names) - 1, -1, -1):
             path = ".".join(names[:n_names])
-            leaf = (*map(_leaf_key, names[n_names:]), *named.leaf)
+            leaf = (*map(_parse_leaf_key, names[n_names:]), *named.leaf)
             site = replace(named, path="" if path == ROOT else path, leaf=leaf)
             index = self._find_covering_site(site, runs)
             if index is None:
                 continue
-            lookup = self._make_lookup(index, site, runs)
-            if self._has_leaf(index, lookup.leaf):
-                return lookup
+            parsed_key = self._make_parsed_key(index, site, runs)
+            if self._has_leaf(index, parsed_key.leaf):
+                return parsed_key
         return None
 
     def _not_a_site_text(self, key: Any) -> str:
@@ -217,7 +217,8 @@ def only_site(selection: Selection) -> Site:
         sites = [str(site) for site in selection]
         raise AmbiguousError(
             f"a key must be one site, got a selection of {plural(len(selection), 'site')}."
-            f"\nLook up one of them, such as {quoted(sites[:1]) or 'a site that was selected'}, or"
+            "\nLook up one of them, such as"
+            f" {quote_first_names(sites[:1]) or 'a site that was selected'}, or"
             " each: for site in selection."
         )
     return selection.sites[0]
@@ -229,13 +230,13 @@ def suggestion_text(text: str, same_path: list[str], names: list[str], kept: str
     `same_path` are those of the same module, `names` all, and `kept` says how they are there.
     """
     if same_path:
-        return f"; {kept} there: {quoted(same_path)}."
+        return f"; {kept} there: {quote_first_names(same_path)}."
     if close := closest_names(text, names):
-        return f". Did you mean {quoted(close)}?"
-    return f"; {kept}: {plural(len(names), 'site')}, such as {quoted(names)}."
+        return f". Did you mean {quote_first_names(close)}?"
+    return f"; {kept}: {plural(len(names), 'site')}, such as {quote_first_names(names)}."
 
 
-def _leaf_key(name: str) -> str | int:
+def _parse_leaf_key(name: str) -> str | int:
     return int(name) if name.isdecimal() else name
 
 
@@ -256,6 +257,6 @@ def _n_shared_characters(text: str, name: str) -> int:
     return first(text, name) + first(reversed(text), reversed(name))
 
 
-def quoted(names: list[str]) -> str:
+def quote_first_names(names: list[str]) -> str:
     """Write the first names of a list, quoted."""
     return ", ".join(map(repr, names[:4]))

@@ -22,7 +22,7 @@ class Entry(NamedTuple):
     """
 
     site: int  # the index of the site
-    value: Any  # the value, a `Stored` value in a folder, or `PartialGradients`
+    value: Any  # the value, a `StoredValue` value in a folder, or `PartialGradients`
     # The version stamp by which `is_unchanged` sees later changes. A lone tensor that is not copied
     # has its bare version. None for one that cannot change.
     stamp: Any = None
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     weight: Tensor | float | None = None
 
 
-def stamp(value: Any) -> tuple[int | None, ...]:
+def version_stamp(value: Any) -> tuple[int | None, ...]:
     """Return the version counters of a value's tensors; equal stamps mean that torch saw no write.
 
     An inference tensor has no version counter; its stamp is None.

@@ -21,10 +21,10 @@ from hookline.recordings.gather_and_reduce import (
     reduce_saved_ranks,
 )
 from hookline.recordings.join_dtensor_parts import Layout, Part
-from hookline.recordings.key_index import Key, Lookup
+from hookline.recordings.key_index import Key, ParsedKey
 from hookline.recordings.log_entries import Entry
 from hookline.recordings.pass_log import Log, Read
-from hookline.recordings.stored_values import Stored
+from hookline.recordings.stored_values import StoredValue
 
 _N_LEAVES_SHOWN = 3
 
@@ -50,14 +50,14 @@ class Lookups(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def _parse_key(self, key: Key) -> Lookup:
-        return self._log.index.find(key)
+    def _parse_key(self, key: Key) -> ParsedKey:
+        return self._log.index.parse(key)
 
     def holds_shard(self, key: Key) -> bool:
         """Return whether a value of a site holds this rank's part of a DTensor."""
         return any(
             entry.value.holds_shard()
-            if isinstance(entry.value, Stored)
+            if isinstance(entry.value, StoredValue)
             else any(is_dtensor(tensor) for _, tensor in tree.tensors(entry.value))
             for _, entries in self._log.find(self._parse_key(key))
             for entry in entries
@@ -122,13 +122,13 @@ class Lookups(Mapping[str, Any]):
         value = self[key]
         if isinstance(value, Tensor):
             return value
-        lookup = self._parse_key(key)
-        leaves = [lookup.key_of_leaf(leaf) for leaf, _ in tree.tensors(value)]
+        parsed_key = self._parse_key(key)
+        leaves = [parsed_key.key_of_leaf(leaf) for leaf, _ in tree.tensors(value)]
         examples = ", ".join(f"{self._name}.tensor({leaf!r})" for leaf in leaves[:_N_LEAVES_SHOWN])
         more = f" or {len(leaves) - _N_LEAVES_SHOWN} more" * (len(leaves) > _N_LEAVES_SHOWN)
         raise StructureError(
-            f"the value at {str(lookup)!r} must be one tensor, got {describe.in_words(value)}."
-            f"\nWrite {examples + more if leaves else f'{self._name}[{str(lookup)!r}]'}."
+            f"the value at {str(parsed_key)!r} must be one tensor, got {describe.in_words(value)}."
+            f"\nWrite {examples + more if leaves else f'{self._name}[{str(parsed_key)!r}]'}."
         )
 
     def leaves(self, key: Key) -> dict[str, Tensor]:
@@ -152,8 +152,8 @@ class Lookups(Mapping[str, Any]):
             NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
         """
         value = self[key]
-        lookup = self._parse_key(key)
-        return {lookup.key_of_leaf(leaf): tensor for leaf, tensor in tree.tensors(value)}
+        parsed_key = self._parse_key(key)
+        return {parsed_key.key_of_leaf(leaf): tensor for leaf, tensor in tree.tensors(value)}
 
     def full(
         self, key: Key, dim: int | None = None, *, group: Any = None, timeout: float = TIMEOUT_S
@@ -256,4 +256,4 @@ class Lookups(Mapping[str, Any]):
 
 def _load_with_layouts(part_by_id: dict[int, Part], entry: Entry) -> Any:
     """Read the value of an entry, and note the tensors that were parts of DTensors."""
-    return entry.value.load(part_by_id) if isinstance(entry.value, Stored) else entry.value
+    return entry.value.load(part_by_id) if isinstance(entry.value, StoredValue) else entry.value

@@ -42,35 +42,35 @@ class RankValue:
         self._leaves: list[tuple[Node, Any]] = []
         # By id(), each container, where it first is, and what is made of it: all are taken once.
         self._shared: dict[int, tuple[Any, str, list[Any]]] = {}
-        self._make = self._take_apart(value, "", (), is_attribute=False)
+        self._make = self._disassemble(value, "", (), is_attribute=False)
         self.tensors = [
             torch.from_numpy(np.array(leaf, order="C")) if node["kind"] == "array" else leaf
             for node, leaf in self._leaves
             if node["kind"] in _TENSORS
         ]
 
-    def _take_apart(
+    def _disassemble(
         self, value: Any, at: str, outer: tuple[Any, ...], *, is_attribute: bool
     ) -> Callable[[Iterator[Any]], Any]:
         """Note a value's nodes; return a function that makes the value of other leaves."""
         node = _leaf_node(value, at, is_attribute=is_attribute)
         parts = _rebuildable_parts(value, outer) if node is None else None
         if parts is None:
-            node = node or _other_node(value, at, is_attribute=is_attribute)
+            node = node or _incomparable_node(value, at, is_attribute=is_attribute)
             self.nodes.append(node)
             self._leaves.append((node, value))
             return next
         if id(value) in self._shared:
             _, first, made = self._shared[id(value)]
             said = f"the {type(value).__name__} at {first}"
-            self.nodes.append(_node(at, "same", type(value).__name__, text=said))
+            self.nodes.append(_make_node(at, "same", type(value).__name__, text=said))
             return lambda _: made[-1]
         made = []
         self._shared[id(value)] = value, at, made
-        self.nodes.append(_node(at, "container", type(value).__name__))
+        self.nodes.append(_make_node(at, "container", type(value).__name__))
         is_attribute |= not tree.is_container(value)
         makers = [
-            self._take_apart(
+            self._disassemble(
                 part, at + describe.leaf_text((key,)), (*outer, value), is_attribute=is_attribute
             )
             for key, part in parts
@@ -110,7 +110,7 @@ def _rebuildable_parts(value: Any, outer: tuple[Any, ...]) -> list[tuple[Any, An
     return parts
 
 
-def _node(at: str, kind: str, dtype: str, **more: Any) -> Node:
+def _make_node(at: str, kind: str, dtype: str, **more: Any) -> Node:
     return {"at": at, "kind": kind, "dtype": dtype, "shape": [], **more}
 
 
@@ -119,27 +119,27 @@ def _leaf_node(value: Any, at: str, *, is_attribute: bool) -> Node | None:
     if isinstance(value, Tensor):
         kind = "dtensor" if is_dtensor(value) else "plain"
         dtype = name_without_torch(value.dtype)
-        return None if value.is_nested else {**_node(at, kind, dtype), "shape": [*value.shape]}
+        return None if value.is_nested else {**_make_node(at, kind, dtype), "shape": [*value.shape]}
     if type(value) is np.ndarray and _has_torch_dtype(value):
-        return {**_node(at, "array", str(value.dtype)), "shape": [*value.shape]}
+        return {**_make_node(at, "array", str(value.dtype)), "shape": [*value.shape]}
     number = value.item() if isinstance(value, np.generic) else value
     if isinstance(number, int | float | complex):
         return _number_node(number, at, is_attribute=is_attribute)
     if isinstance(value, set | frozenset) and not any(True for _ in tree.walk(value)):
-        return _node(at, "same", type(value).__name__, text=str(sorted(map(repr, value))))
+        return _make_node(at, "same", type(value).__name__, text=str(sorted(map(repr, value))))
     if isinstance(value, _CONSTANTS) and (at or not isinstance(value, NotSaved)):
-        return _node(at, "same", type(value).__name__, text=repr(value))
+        return _make_node(at, "same", type(value).__name__, text=repr(value))
     return None
 
 
 def _number_node(value: float | complex, at: str, *, is_attribute: bool) -> Node:
     if is_attribute:  # an object's settings, which are no results
-        return _node(at, "same", "", text=repr(value))
+        return _make_node(at, "same", "", text=repr(value))
     if isinstance(value, int):
         exact: Any = int(value)  # of a bool, too
     else:
         exact = [value.real, value.imag] if isinstance(value, complex) else float(value)
-    return _node(at, "number", "", text=repr(value), value=exact)
+    return _make_node(at, "number", "", text=repr(value), value=exact)
 
 
 def _has_torch_dtype(array: np.ndarray[Any, Any]) -> bool:
@@ -151,16 +151,16 @@ def _has_torch_dtype(array: np.ndarray[Any, Any]) -> bool:
     return True
 
 
-def _other_node(value: Any, at: str, *, is_attribute: bool) -> Node:
+def _incomparable_node(value: Any, at: str, *, is_attribute: bool) -> Node:
     """Describe what ranks can neither combine nor compare.
 
     In an object, such as the device of a cache, it does no harm if it holds no tensors.
     """
     is_harmless = is_attribute and next(tree.tensors(value), None) is None
-    return _node(at, "ignored" if is_harmless else "other", type(value).__name__)
+    return _make_node(at, "ignored" if is_harmless else "other", type(value).__name__)
 
 
-def columns(nodes: Sequence[list[Node]], *kinds: str) -> list[tuple[Node, ...]]:
+def nodes_across_ranks(nodes: Sequence[list[Node]], *kinds: str) -> list[tuple[Node, ...]]:
     """Return the nodes of some kinds (by default tensors and arrays), each on all ranks."""
     return [
         column for column in zip(*nodes, strict=True) if column[0]["kind"] in (kinds or _TENSORS)
@@ -170,14 +170,16 @@ def columns(nodes: Sequence[list[Node]], *kinds: str) -> list[tuple[Node, ...]]:
 def check_same_structure(question: str, ranks: list[int], nodes: Sequence[list[Node]]) -> None:
     """Refuse values that are not of one structure, dtype and number of dimensions."""
     for column in zip_longest(*nodes):
-        if any(node is None or _structure_of(node) != _structure_of(column[0]) for node in column):
+        if any(
+            node is None or _node_structure(node) != _node_structure(column[0]) for node in column
+        ):
             texts = ["nothing more" if node is None else node_text(node) for node in column]
             raise RanksError(
                 f"{question}: the ranks' values are not of one kind:"
                 f" {format_by_rank(ranks, texts)}."
                 "\nRecord the same sites with the same options on every rank."
             )
-    for node, *_ in columns(nodes, "other"):
+    for node, *_ in nodes_across_ranks(nodes, "other"):
         raise RanksError(
             f"{question} combines tensors, NumPy arrays and numbers, got {node_text(node)}."
             "\nReturn tensors when recording: keep=lambda value: ...; or look the value up on each"
@@ -190,7 +192,7 @@ def check_equal_leaves(
     question: str, ranks: list[int], nodes: Sequence[list[Node]], kind: str
 ) -> None:
     """Refuse leaves of a kind that are not the same on all ranks."""
-    for column in columns(nodes, kind):
+    for column in nodes_across_ranks(nodes, kind):
         if any(node["text"] != column[0]["text"] for node in column):
             texts = [node["text"][:100] + _path_text(node) for node in column]
             raise RanksError(
@@ -201,7 +203,7 @@ def check_equal_leaves(
             )
 
 
-def _structure_of(node: Node) -> tuple[Any, ...]:
+def _node_structure(node: Node) -> tuple[Any, ...]:
     return node["at"], node["kind"], node["dtype"], len(node["shape"])
 
 

@@ -30,16 +30,16 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import leaves, tree
 from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError, SiteError
-from hookline.recordings.key_index import Index, Key, Lookup, PartSites
+from hookline.recordings.key_index import Key, ParsedKey, PartSites, SiteIndex
 from hookline.recordings.log_entries import (
     Entry,
     PartialGradients,
     StampWithCopies,
     UndetectableStamp,
     is_unchanged,
-    stamp,
+    version_stamp,
 )
-from hookline.recordings.stored_values import Stored
+from hookline.recordings.stored_values import StoredValue
 
 Read = Callable[[Entry], Any]
 RawSettings = tuple[Any, ...]  # the first fields of an `Entry`
@@ -79,7 +79,7 @@ class Log:
         self._sorted: dict[int, _EntriesBySite] = {}
 
     @functools.cached_property
-    def index(self) -> Index:
+    def index(self) -> SiteIndex:
         """The index of the sites, built on first look-up: some lines are attached for each call."""
         has_leaf = weakref.WeakMethod(self._has_leaf)
 
@@ -87,7 +87,7 @@ class Log:
             find_leaf = has_leaf()
             return find_leaf is not None and find_leaf(index, leaf)
 
-        return Index(self.sites, has, self.sites_of_part)
+        return SiteIndex(self.sites, has, self.sites_of_part)
 
     def pop_passes(self) -> list[Pass]:
         """Remove all passes and return them."""
@@ -96,7 +96,7 @@ class Log:
             self._sorted.pop(id(current), None)  # another pass may get this id
         return passes
 
-    def trim_last_pass(self) -> None:
+    def cut_last_pass_at_completion(self) -> None:
         """Drop what the last pass has noted after each site had a value."""
         missing = set(range(len(self.sites)))
         log = self.passes[-1].log if self.passes else []
@@ -124,12 +124,12 @@ class Log:
         """
         log = current.log
         if len(log) > _SEARCHED:
-            grouped = self._grouped(current)
+            grouped = self._group_by_site(current)
             return grouped.of_site(index) if call is None else grouped.of_call(index, call)
         entries = _make_entries(index, [fields for fields in tuple(log) if fields[0] == index])
         return entries if call is None else [entry for entry in entries if entry.call == call]
 
-    def _grouped(self, current: Pass) -> _EntriesBySite:
+    def _group_by_site(self, current: Pass) -> _EntriesBySite:
         """Group the entries of a pass by site; repeated only when the log has grown."""
         grouped = self._sorted.get(id(current))
         if grouped is None or grouped.length != len(current.log):
@@ -141,7 +141,7 @@ class Log:
         runs = (Entry(*entry).backward for entry in tuple(current.log))
         return list(dict.fromkeys(run for run in runs if run is not None))
 
-    def fired(self, current: Pass, backward: int | None) -> list[tuple[int, int, int | None]]:
+    def fired_sites(self, current: Pass, backward: int | None) -> list[tuple[int, int, int | None]]:
         """List the sites that fired, in firing order, as (index, call, autograd run).
 
         The run is None for a value, and for a gradient that no run was to bring.
@@ -157,7 +157,7 @@ class Log:
         return fired
 
     def find(
-        self, lookup: Lookup, within: Pass | None = None, backward: int | None = None
+        self, parsed_key: ParsedKey, within: Pass | None = None, backward: int | None = None
     ) -> list[tuple[Pass, list[Entry]]]:
         """Find a site's entries in each pass that has any. No value is read.
 
@@ -166,13 +166,15 @@ class Log:
         Raises:
             NotRecordedError: no pass has an entry of the site.
         """
-        passes = list(self._search(lookup, self.passes if within is None else [within], backward))
+        passes = list(
+            self._search_passes(parsed_key, self.passes if within is None else [within], backward)
+        )
         if not passes:
-            raise self.no_value_error(lookup, within)
+            raise self.no_value_error(parsed_key, within)
         return passes
 
     def values(
-        self, lookup: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
+        self, parsed_key: ParsedKey, current: Pass, entries: list[Entry], read: Read | None = None
     ) -> list[Any]:
         """Return the values of a site's entries in a pass, in the order of the calls.
 
@@ -186,74 +188,83 @@ class Log:
             runs = {entry.backward for entry in entries} - {None}
             if len(runs) > 1:
                 raise AmbiguousError(
-                    f"{str(lookup)!r} has a gradient of each of {len(runs)} backward passes."
-                    f"\nWrite run.passes[{current.number}].backwards[0][{str(lookup)!r}] for one."
+                    f"{str(parsed_key)!r} has a gradient of each of {len(runs)} backward passes."
+                    f"\nWrite run.passes[{current.number}].backwards[0][{str(parsed_key)!r}] for"
+                    " one."
                 )
             entries = sorted(entries, key=_call_number)
         values = list(map(read or self.read_local, entries))
-        if lookup.leaf:
-            return [leaves.get(value, lookup.leaf, str(lookup)) for value in values]
+        if parsed_key.leaf:
+            return [leaves.get(value, parsed_key.leaf, str(parsed_key)) for value in values]
         return values
 
     def single_value(
-        self, lookup: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
+        self, parsed_key: ParsedKey, current: Pass, entries: list[Entry], read: Read | None = None
     ) -> Any:
         """Return the only value of a site in a pass."""
-        values = self.values(lookup, current, entries, read)
+        values = self.values(parsed_key, current, entries, read)
         if len(values) > 1:
-            key, calls = str(lookup), sorted(map(_call_number, entries))
-            first, last = str(lookup.with_call(calls[0])), str(lookup.with_call(calls[-1]))
+            key, calls = str(parsed_key), sorted(map(_call_number, entries))
+            first, last = str(parsed_key.with_call(calls[0])), str(parsed_key.with_call(calls[-1]))
             raise AmbiguousError(
                 f"{key!r} ran {len(values)} times in pass {current.number}."
                 f"\nWrite {first!r} to {last!r} for one call, or .calls({key!r}) for all."
             )
         return values[0]
 
-    def values_by_pass(self, lookup: Lookup, read: Read | None = None) -> list[list[Any]]:
+    def values_by_pass(self, parsed_key: ParsedKey, read: Read | None = None) -> list[list[Any]]:
         """Return a site's values, call by call, for each pass that has any.
 
         Raises:
             NotRecordedError, AmbiguousError, OverwrittenError: as in `find` and `values`.
         """
         # A generator, so that the entries of 100,000 passes are not held at once.
-        passes = self._search(lookup, self.passes)
-        values = [self.values(lookup, *pass_entries, read) for pass_entries in passes]
+        passes = self._search_passes(parsed_key, self.passes)
+        values = [self.values(parsed_key, *pass_entries, read) for pass_entries in passes]
         if not values:
-            raise self.no_value_error(lookup)
+            raise self.no_value_error(parsed_key)
         return values
 
-    def key_of_first_call(self, lookup: Lookup) -> Lookup:
+    def key_of_first_call(self, parsed_key: ParsedKey) -> ParsedKey:
         """Return the key of the first call of a site that ran several times in a pass."""
-        entries = next(calls for _, calls in self._search(lookup, self.passes) if len(calls) > 1)
-        return lookup.with_call(min(map(_call_number, entries)))
+        entries = next(
+            calls for _, calls in self._search_passes(parsed_key, self.passes) if len(calls) > 1
+        )
+        return parsed_key.with_call(min(map(_call_number, entries)))
 
-    def lookup_of_first(self, lookup: Lookup, current: Pass, entries: list[Entry]) -> Lookup:
+    def key_of_first_entry(
+        self, parsed_key: ParsedKey, current: Pass, entries: list[Entry]
+    ) -> ParsedKey:
         """Return a key that names the first of a site's entries in a pass."""
         runs = list(
             dict.fromkeys(entry.backward for entry in entries if entry.backward is not None)
         )
         if len(runs) > 1:
-            lookup = lookup._replace(backward=self.autograd_runs(current).index(runs[0]))
+            parsed_key = parsed_key._replace(backward=self.autograd_runs(current).index(runs[0]))
             entries = [entry for entry in entries if entry.backward == runs[0]]
-        return lookup.with_call(min(map(_call_number, entries))) if len(entries) > 1 else lookup
+        return (
+            parsed_key.with_call(min(map(_call_number, entries)))
+            if len(entries) > 1
+            else parsed_key
+        )
 
     def has(self, key: Key, within: Pass | None = None, backward: int | None = None) -> bool:
         """Return whether a site has a value in a pass, or in any pass. No value is read."""
-        lookup = self.index.get(key)
+        parsed_key = self.index.parse_if_selected(key)
         passes = self.passes if within is None else [within]
-        return lookup is not None and any(self._search(lookup, passes, backward))
+        return parsed_key is not None and any(self._search_passes(parsed_key, passes, backward))
 
-    def _search(
-        self, lookup: Lookup, passes: Iterable[Pass], backward: int | None = None
+    def _search_passes(
+        self, parsed_key: ParsedKey, passes: Iterable[Pass], backward: int | None = None
     ) -> Iterator[tuple[Pass, list[Entry]]]:
         for current in passes:
-            if lookup.pass_number not in (None, current.number):
+            if parsed_key.pass_number not in (None, current.number):
                 continue
-            entries = self.entries(current, lookup.number, lookup.call)
+            entries = self.entries(current, parsed_key.number, parsed_key.call)
             if backward is not None:
                 entries = [entry for entry in entries if entry.backward in (None, backward)]
-            if lookup.backward is not None:
-                run = dict(enumerate(self.autograd_runs(current))).get(lookup.backward, -1)
+            if parsed_key.backward is not None:
+                run = dict(enumerate(self.autograd_runs(current))).get(parsed_key.backward, -1)
                 entries = [entry for entry in entries if entry.backward == run]
             if entries:
                 yield current, entries
@@ -270,7 +281,7 @@ class Log:
     def read_with_dtensors(self, entry: Entry) -> Any:
         """Return an entry's unchanged value, with DTensors as they are."""
         value = entry.value
-        if isinstance(value, Stored):
+        if isinstance(value, StoredValue):
             return value.load()
         parts = [(value, entry.stamp)]
         if isinstance(value, PartialGradients):
@@ -280,7 +291,11 @@ class Log:
             if why:
                 advice = _COPY if hidden_tensor_holder(part) is None else _TAKE_OUT
                 raise OverwrittenError(f"{self.sites[entry.site]} {why}.\n{advice}")
-        return value if type(value) is Tensor and not is_wrapped(value) else self.unwrap(value)
+        return (
+            value
+            if type(value) is Tensor and not is_wrapped(value)
+            else self.unwrap_transforms(value)
+        )
 
     def _why_changed(self, value: Any, was: Any) -> str | None:
         """Say why a value cannot be returned: it has changed, or may have changed undetected."""
@@ -309,7 +324,7 @@ class Log:
             )
         return None
 
-    def unwrap(self, value: Any) -> Any:
+    def unwrap_transforms(self, value: Any) -> Any:
         """Remove the wrappers of finished torch.func transforms from a value."""
         if not any(is_wrapped(tensor) for _, tensor in tree.tensors(value)):
             return value
@@ -320,7 +335,7 @@ class Log:
     def outline(self, entry: Entry) -> Any:
         """Return a value's structure; values in a folder have meta tensors and are not verified."""
         value = entry.value
-        return value.outline() if isinstance(value, Stored | PartialGradients) else value
+        return value.outline() if isinstance(value, StoredValue | PartialGradients) else value
 
     def unwrap_entries(self) -> None:
         """Remove torch.func wrappers once no transform runs; a later one could mistake them."""
@@ -328,24 +343,26 @@ class Log:
             current.log[:] = [
                 (
                     site,
-                    value if isinstance(value, PartialGradients) else self.unwrap(value),
+                    value if isinstance(value, PartialGradients) else self.unwrap_transforms(value),
                     *rest,
                 )
                 for site, value, *rest in current.log
             ]
         self._sorted.clear()
 
-    def no_value_error(self, lookup: Lookup, within: Pass | None = None) -> NotRecordedError:
+    def no_value_error(self, parsed_key: ParsedKey, within: Pass | None = None) -> NotRecordedError:
         """Return the error that says why a site has no value."""
-        site = self.sites[lookup.number]
+        site = self.sites[parsed_key.number]
         passes = self.passes if within is None else [within]
-        if lookup.pass_number is not None and passes:
-            passes = [current for current in passes if current.number == lookup.pass_number]
+        if parsed_key.pass_number is not None and passes:
+            passes = [current for current in passes if current.number == parsed_key.pass_number]
             if not passes:
-                return NotRecordedError(self._no_such_pass_text(lookup, within))
-        entries = [entry for current in passes for entry in self.entries(current, lookup.number)]
-        if entries and (lookup.backward is not None or lookup.call is not None):
-            return NotRecordedError(self._no_such_run_text(lookup, passes, entries))
+                return NotRecordedError(self._no_such_pass_text(parsed_key, within))
+        entries = [
+            entry for current in passes for entry in self.entries(current, parsed_key.number)
+        ]
+        if entries and (parsed_key.backward is not None or parsed_key.call is not None):
+            return NotRecordedError(self._no_such_run_text(parsed_key, passes, entries))
         report = self._report()
         why = None if report is None else report().why.get(site)
         if why is None:
@@ -353,41 +370,43 @@ class Log:
             why = "it did not fire in this pass" if has_run else "the model has not run"
         return NotRecordedError(f"{site} was selected, but has no value: {why}.")
 
-    def _no_such_run_text(self, lookup: Lookup, passes: list[Pass], entries: list[Entry]) -> str:
+    def _no_such_run_text(
+        self, parsed_key: ParsedKey, passes: list[Pass], entries: list[Entry]
+    ) -> str:
         """Say that a site has values, and none of the backward pass or call that is named."""
-        if lookup.backward is not None:
+        if parsed_key.backward is not None:
             n_backwards = max(len(self.autograd_runs(current)) for current in passes)
             return (
-                f"{str(lookup)!r} must name a backward pass that brought its gradient, got backward"
-                f" {lookup.backward} of {n_backwards}.\nWrite"
+                f"{str(parsed_key)!r} must name a backward pass that brought its gradient, got"
+                f" backward {parsed_key.backward} of {n_backwards}.\nWrite"
                 f" run.passes[{passes[0].number}].backwards for those that ran."
             )
-        site, last = self.sites[lookup.number], max(entry.call or 0 for entry in entries)
+        site, last = self.sites[parsed_key.number], max(entry.call or 0 for entry in entries)
         where = f"in pass {passes[0].number}" if len(passes) == 1 else "at most in a pass"
         calls = f"its calls are #0 to #{last}" if last else "its only call is #0"
         times = f"{last + 1} times" if last else "once"
         return (
-            f"{site} ran {times} {where}, so {calls}, got #{lookup.call}."
+            f"{site} ran {times} {where}, so {calls}, got #{parsed_key.call}."
             f"\nThe last one is {f'{site}#{last}'!r}."
         )
 
-    def _no_such_pass_text(self, lookup: Lookup, within: Pass | None) -> str:
+    def _no_such_pass_text(self, parsed_key: ParsedKey, within: Pass | None) -> str:
         if within is not None:
             return (
-                f"{str(lookup)!r} must name this pass, which is pass {within.number}."
-                f"\nWrite run[{str(lookup)!r}]."
+                f"{str(parsed_key)!r} must name this pass, which is pass {within.number}."
+                f"\nWrite run[{str(parsed_key)!r}]."
             )
         ran = plural(len(self.passes), "pass", "passes")
-        message = f"{str(lookup)!r} must name one of the {ran} that ran, from 0 on."
-        anywhere = lookup._replace(pass_number=None)
-        having = [current.number for current, _ in self._search(anywhere, self.passes)]
+        message = f"{str(parsed_key)!r} must name one of the {ran} that ran, from 0 on."
+        anywhere = parsed_key._replace(pass_number=None)
+        having = [current.number for current, _ in self._search_passes(anywhere, self.passes)]
         if not having:
             return message
-        last = lookup._replace(pass_number=having[-1])
+        last = parsed_key._replace(pass_number=having[-1])
         return f"{message}\nWrite {str(last)!r} for the last in which it has a value."
 
 
-def append_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) -> None:
+def append_in_transform(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) -> None:
     """Append an entry while a torch.func transform runs.
 
     A wrapped tensor shows neither `requires_grad` nor its version. The innermost tensor does.
@@ -396,7 +415,7 @@ def append_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]
     if type(version) in (int, tuple):
         if not keeps_graph:
             value = tree.map_tensors(Tensor.detach, value)
-        version = stamp(value)
+        version = version_stamp(value)
     log.append((site, value, version, *rest))
 
 
@@ -438,7 +457,7 @@ def _call_number(entry: Entry) -> int:
     return entry.call or 0
 
 
-def note_copied(note: Callable[[Any], None], entry: tuple[Any, ...]) -> None:
+def append_with_copy(note: Callable[[Any], None], entry: tuple[Any, ...]) -> None:
     """Append an entry, and copy a lone tensor whose version does not show changes.
 
     A fast tap notes such a tensor without a copy, with its bare version as the stamp.
@@ -446,7 +465,7 @@ def note_copied(note: Callable[[Any], None], entry: tuple[Any, ...]) -> None:
     site, value, version, *rest = entry
     if type(version) is int:
         value = value.clone()
-        version = stamp(value)
+        version = version_stamp(value)
     note((site, value, version, *rest))
 
 

@@ -9,7 +9,7 @@ from hookline.display.results import Printout, Result
 from hookline.display.text import plural
 from hookline.engine import Pass, Selection, Site, hide_from_dir
 from hookline.engine.run_settings import Settings, settings_from
-from hookline.recordings.key_index import Key, Lookup, run_text
+from hookline.recordings.key_index import Key, ParsedKey, run_suffix
 from hookline.recordings.log_entries import Entry
 from hookline.recordings.lookups import Lookups
 from hookline.recordings.pass_log import Log, Read
@@ -98,8 +98,8 @@ class PassRecord(Lookups, Result):
         Raises:
             NotRecordedError: the site did not fire in this pass.
         """
-        lookup = self._parse_key(key)
-        return "", str(self._log.lookup_of_first(lookup, *self._find_entries(lookup)))
+        parsed_key = self._parse_key(key)
+        return "", str(self._log.key_of_first_entry(parsed_key, *self._find_entries(parsed_key)))
 
     def calls(self, key: Key) -> list[Any]:
         """Return the values of every call of a site in this pass, in order.
@@ -118,8 +118,8 @@ class PassRecord(Lookups, Result):
         return self._values(key, self._log.read_with_dtensors)
 
     def _values(self, key: Key, read: Read | None = None) -> list[Any]:
-        lookup = self._parse_key(key)
-        return self._log.values(lookup, *self._find_entries(lookup), read)
+        parsed_key = self._parse_key(key)
+        return self._log.values(parsed_key, *self._find_entries(parsed_key), read)
 
     def __iter__(self) -> Iterator[str]:
         fired = sorted(
@@ -139,8 +139,8 @@ class PassRecord(Lookups, Result):
         return pass_printout(self._log, self._pass, self._backward)
 
     def _single_value(self, key: Key, read: Read | None = None) -> Any:
-        lookup = self._parse_key(key)
-        return self._log.single_value(lookup, *self._find_entries(lookup), read)
+        parsed_key = self._parse_key(key)
+        return self._log.single_value(parsed_key, *self._find_entries(parsed_key), read)
 
     @property
     def _name(self) -> str:
@@ -149,17 +149,17 @@ class PassRecord(Lookups, Result):
             return name
         return f"{name}.backwards[{self._log.autograd_runs(self._pass).index(self._backward)}]"
 
-    def _find_entries(self, lookup: Lookup) -> tuple[Pass, list[Entry]]:
-        return self._log.find(lookup, self._pass, self._backward)[0]
+    def _find_entries(self, parsed_key: ParsedKey) -> tuple[Pass, list[Entry]]:
+        return self._log.find(parsed_key, self._pass, self._backward)[0]
 
     def _fired(self) -> list[tuple[int, int, int | None]]:
-        return self._log.fired(self._pass, self._backward)
+        return self._log.fired_sites(self._pass, self._backward)
 
     def _shortest_keys(self, fired: list[tuple[int, int, int | None]]) -> list[str]:
         """Return the shortest keys, with the call and the backward pass only if needed."""
         calls: dict[int, set[int]] = {}
         runs: dict[int, set[int | None]] = {}
-        for index, call, run in self._log.fired(self._pass, None):
+        for index, call, run in self._log.fired_sites(self._pass, None):
             calls.setdefault(index, set()).add(call)
             runs.setdefault(index, set()).add(run)
         numbers = {run: number for number, run in enumerate(self._log.autograd_runs(self._pass))}
@@ -167,7 +167,7 @@ class PassRecord(Lookups, Result):
         for index, call, run in fired:
             text = self._log.index.keys[index] + (f"#{call}" if len(calls[index]) > 1 else "")
             if self._backward is None and run is not None and len(runs[index] - {None}) > 1:
-                text += run_text(numbers[run], None)
+                text += run_suffix(numbers[run], None)
             keys.append(text)
         return keys
 

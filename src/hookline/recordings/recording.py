@@ -40,19 +40,19 @@ from hookline.recordings.folder import has_several_ranks, write_ranks, write_rec
 from hookline.recordings.gradient_flow import GradientFlow, gradient_flow
 from hookline.recordings.join_passes import cat_passes, stack_passes, suggest_join_code
 from hookline.recordings.judge_passes import findings_html, judge_passes
-from hookline.recordings.key_index import Key, Lookup
+from hookline.recordings.key_index import Key, ParsedKey
 from hookline.recordings.log_entries import Contents, Entry, PassContents
 from hookline.recordings.lookups import Lookups
-from hookline.recordings.pass_log import Log, Read, append_transformed, note_copied
+from hookline.recordings.pass_log import Log, Read, append_in_transform, append_with_copy
 from hookline.recordings.pass_record import PassList, PassRecord, make_pass
 from hookline.recordings.site_tables import MOST_PASSES, recording_printout, site_rows
-from hookline.recordings.stored_values import Stored
+from hookline.recordings.stored_values import StoredValue
 
 
 @final
 @hide_from_dir(
     "begin_pass", "finish", "holds_shard", "layouts", "pop_passes", "set_model",
-    "suggest_one_value", "trim_last_pass", "values_by_replica",
+    "suggest_one_value", "cut_last_pass_at_completion", "values_by_replica",
 )  # fmt: skip
 class Recording(Lookups, Result):
     """A mapping from sites to recorded values.
@@ -121,11 +121,11 @@ class Recording(Lookups, Result):
         """Add a new pass, whose log fills as the sites fire."""
         self._log.passes.append(current)
         if current.is_transformed:
-            current.log_entry = partial(append_transformed, current.log, self._log.keeps_graph)
+            current.log_entry = partial(append_in_transform, current.log, self._log.keeps_graph)
             self._is_transformed = True
         unversioned = self._log.unversioned
         if unversioned is not None and unversioned.begin_pass(current):
-            current.log_entry = partial(note_copied, current.log_entry)
+            current.log_entry = partial(append_with_copy, current.log_entry)
 
     def finish(self, report: Report) -> None:
         """Keep the report of the ended line instead of the line itself."""
@@ -143,9 +143,9 @@ class Recording(Lookups, Result):
         """Remove all passes from the recording, and return them."""
         return [PassRecord(self._log, current) for current in self._log.pop_passes()]
 
-    def trim_last_pass(self) -> None:
+    def cut_last_pass_at_completion(self) -> None:
         """Drop what the last pass has recorded after each site had a value."""
-        self._log.trim_last_pass()
+        self._log.cut_last_pass_at_completion()
 
     @property
     def model(self) -> RecordedModel | None:
@@ -214,16 +214,16 @@ class Recording(Lookups, Result):
         return PassList(self._log)
 
     def _single_value(self, key: Key, read: Read | None = None) -> Any:
-        log, lookup = self._log_and_lookup(key)
-        passes = log.find(lookup)
+        log, parsed_key = self._log_and_lookup(key)
+        passes = log.find(parsed_key)
         if len(passes) > 1:
-            of_pass = log.lookup_of_first(lookup, *passes[0])
+            of_pass = log.key_of_first_entry(parsed_key, *passes[0])
             raise AmbiguousError(
-                f"{str(lookup)!r} has a value in each of {len(passes)} passes."
+                f"{str(parsed_key)!r} has a value in each of {len(passes)} passes."
                 f"\nWrite run.passes[{passes[0][0].number}][{str(of_pass)!r}] for one of them"
-                f"{_or_join_text(log, lookup)}."
+                f"{_join_suggestion_text(log, parsed_key)}."
             )
-        return log.single_value(lookup, *passes[0], read)
+        return log.single_value(parsed_key, *passes[0], read)
 
     def __iter__(self) -> Iterator[str]:
         if self.ranks:
@@ -231,8 +231,8 @@ class Recording(Lookups, Result):
         passes = list(self.passes)
         if len(passes) == 1:
             return iter(passes[0])
-        find = self._log.index.find
-        keys = [(record.number, [(key, find(key).number) for key in record]) for record in passes]
+        parse = self._log.index.parse
+        keys = [(record.number, [(key, parse(key).number) for key in record]) for record in passes]
         n_passes = Counter(site for _, pairs in keys for site in {site for _, site in pairs})
         return (
             f"{key}#pass{number}" if n_passes[site] > 1 else key
@@ -253,10 +253,10 @@ class Recording(Lookups, Result):
             NotRecordedError: the site did not fire.
             AmbiguousError: the site has values on several ranks.
         """
-        log, lookup = self._log_and_lookup(key)
-        (current, entries), *later = log.find(lookup)
+        log, parsed_key = self._log_and_lookup(key)
+        (current, entries), *later = log.find(parsed_key)
         code = f".passes[{current.number}]" if later else ""
-        return code, str(log.lookup_of_first(lookup, current, entries))
+        return code, str(log.key_of_first_entry(parsed_key, current, entries))
 
     def calls(self, key: Key) -> list[Any]:
         """Return a list of a site's values in one pass, with a value for each call of the module.
@@ -279,15 +279,15 @@ class Recording(Lookups, Result):
             AmbiguousError: the site has values of several passes, or gradients of several backward
                 passes. For one pass, write `run.passes[1].calls(key)`.
         """
-        log, lookup = self._log_and_lookup(key)
-        passes = log.find(lookup)
+        log, parsed_key = self._log_and_lookup(key)
+        passes = log.find(parsed_key)
         if len(passes) > 1:
             raise AmbiguousError(
-                f"{str(lookup)!r} ran in {len(passes)} passes.\nWrite"
-                f" run.passes[{passes[0][0].number}].calls({str(lookup)!r}) for one of them, or"
-                f" run.cat({str(lookup)!r}, dim=None) for a list of all values."
+                f"{str(parsed_key)!r} ran in {len(passes)} passes.\nWrite"
+                f" run.passes[{passes[0][0].number}].calls({str(parsed_key)!r}) for one of them, or"
+                f" run.cat({str(parsed_key)!r}, dim=None) for a list of all values."
             )
-        return log.values(lookup, *passes[0])
+        return log.values(parsed_key, *passes[0])
 
     def stack(self, key: Key) -> Tensor:
         """Stack a site's values along a new first dimension, one value for each pass.
@@ -348,10 +348,10 @@ class Recording(Lookups, Result):
             StructureError: the values are not tensors, have no dimension `dim`, or differ in
                 another dimension.
         """
-        log, lookup = self._log_and_lookup(key)
+        log, parsed_key = self._log_and_lookup(key)
         if dim is None:
-            return [value for calls in log.values_by_pass(lookup) for value in calls]
-        return cat_passes(log, lookup, dim)
+            return [value for calls in log.values_by_pass(parsed_key) for value in calls]
+        return cat_passes(log, parsed_key, dim)
 
     def gradients(self) -> GradientFlow:
         """Measure the recorded gradients: their norms, and which are dead or exploding.
@@ -464,14 +464,14 @@ class Recording(Lookups, Result):
         """
         self._refuse_several_ranks("save(...)")
         if not alone and has_several_ranks(group):
-            path, contents = write_ranks(folder, self._contents, self.sites, group, timeout)
+            path, contents = write_ranks(folder, self._folder_contents, self.sites, group, timeout)
         else:
-            contents = self._contents()
+            contents = self._folder_contents()
             path = write_recording(folder, contents)
         self.lost = contents.lost
         return path
 
-    def _contents(self) -> Contents:
+    def _folder_contents(self) -> Contents:
         def checked(entry: Entry) -> Entry:
             self._log.read_local(entry)
             return entry
@@ -573,12 +573,12 @@ class Recording(Lookups, Result):
     def _rank_recordings(self) -> tuple[Recording, ...]:
         return self.ranks
 
-    def _parse_key(self, key: Key) -> Lookup:
+    def _parse_key(self, key: Key) -> ParsedKey:
         return self._log_and_lookup(key)[1]
 
-    def _log_and_lookup(self, key: Key) -> tuple[Log, Lookup]:
+    def _log_and_lookup(self, key: Key) -> tuple[Log, ParsedKey]:
         log = self._rank_with_value(key)._log
-        return log, log.index.find(key)
+        return log, log.index.parse(key)
 
     def _rank_with_value(self, key: Key) -> Recording:
         """Return the recording of the only rank on which a site has a value."""
@@ -602,9 +602,9 @@ class Recording(Lookups, Result):
             )
 
 
-def _or_join_text(log: Log, lookup: Lookup) -> str:
+def _join_suggestion_text(log: Log, parsed_key: ParsedKey) -> str:
     try:
-        return f", or {suggest_join_code(log, lookup, log.outline)}"
+        return f", or {suggest_join_code(log, parsed_key, log.outline)}"
     except AmbiguousError:  # several backward passes cannot be joined
         return ""
 
@@ -641,9 +641,9 @@ def lies_in_folder(recording: Recording) -> bool:
     return any(_first_stored(part) is not None for part in (recording, *recording.ranks))
 
 
-def _first_stored(recording: Recording) -> Stored | None:
+def _first_stored(recording: Recording) -> StoredValue | None:
     values = (entry[1] for current in recording._log.passes for entry in current.log)
-    return next((value for value in values if isinstance(value, Stored)), None)
+    return next((value for value in values if isinstance(value, StoredValue)), None)
 
 
 def has_lost_model(recording: Recording) -> bool:

@@ -84,7 +84,7 @@ class TensorFiles:
 
 
 @final
-class Stored:
+class StoredValue:
     """An encoded value of a manifest, whose tensors are read by `load()`. `site` is for errors."""
 
     __slots__ = ("_data", "_files", "_site")

@@ -23,7 +23,7 @@ from hookline.display.text_table import Heading
 from hookline.display.units import measure, share
 from hookline.errors import InputError
 from hookline.recordings import PassRecord, Recording
-from hookline.recordings.figure_values import Value, skipped_text, values_to_draw
+from hookline.recordings.figure_values import LabelledTensor, skipped_text, values_to_draw
 from hookline.statistics.value_statistics import Array, histogram_and_statistics
 from hookline.views.pixels import finite_range, scale_to_unit, shrink
 from hookline.views.plots.arrange_value import arrange, drawable_tensor
@@ -96,7 +96,7 @@ class _Rows:
     In a narrow terminal, bars are fewer, and then columns are left out: no number is cut.
     """
 
-    values: list[Value]
+    values: list[LabelledTensor]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
@@ -161,7 +161,7 @@ class _Maps:
             yield Segment.line()
 
 
-def _has_maps(value: Value) -> bool:
+def _has_maps(value: LabelledTensor) -> bool:
     try:
         tensor = drawable_tensor(value)
     except InputError:
@@ -169,7 +169,7 @@ def _has_maps(value: Value) -> bool:
     return tensor.dim() == 4 and min(tensor.shape[2:]) >= 4
 
 
-def _first_maps(value: Value) -> _Maps:
+def _first_maps(value: LabelledTensor) -> _Maps:
     arranged = arrange(value, None, 0)
     drawn = shrink(arranged.data[:16], _SIDE).numpy()
     form = "x".join(map(str, arranged.data.shape[1:]))

@@ -15,7 +15,7 @@ from hookline.display.text_table import Heading
 from hookline.engine import normalize_root
 from hookline.errors import NotRecordedError
 from hookline.findings import Finding
-from hookline.recordings.key_index import closest_names, quoted
+from hookline.recordings.key_index import closest_names, quote_first_names
 from hookline.verbs.compare.noise_floor import Floor
 
 Verdict = Literal["identical", "noise", "differs", "not comparable"]
@@ -135,7 +135,7 @@ class Comparison(RowsResult[ComparedSite]):
         names = [row.site for row in self.rows]
         raise NotRecordedError(
             f"the site must be a row of this comparison, got {site!r}."
-            f"\nGive one of its sites: {quoted(closest_names(wanted, names) or names)}."
+            f"\nGive one of its sites: {quote_first_names(closest_names(wanted, names) or names)}."
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from hookline.engine import ROOT, Site, format_by_rank, glob_to_regex, path_text
 from hookline.engine.pytree import tree
 from hookline.errors import AmbiguousError, HooklineError, InputError, check_one_of
 from hookline.recordings import Recording
-from hookline.recordings.firing_order import RecordedValue
 from hookline.recordings.gather_and_reduce import OPS
+from hookline.recordings.recorded_values import RecordedValue
 from hookline.verbs.compare.rank_groups import RankGroup, are_equal_values, passes_with_values
 
 # A dimension along which plain tensors are concatenated, or how they are reduced.

@@ -27,7 +27,7 @@ from hookline.models.checkpoints import ModuleState, read_state_dict
 from hookline.opening import open as open_folder
 from hookline.recordings import PassRecord, Recording
 from hookline.recordings.figure_values import walk_values
-from hookline.recordings.firing_order import RecordedValue
+from hookline.recordings.recorded_values import RecordedValue
 from hookline.recordings.recording import has_lost_model, lies_in_folder, living_model
 from hookline.stores import Store
 from hookline.verbs.compare.join_ranks import Dims, UnjoinedValue, dim_of, read_whole
@@ -328,7 +328,13 @@ def _recorded_entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]
     depth = depths.get(site.path, 0)
     n_modules = 2 * depths.get("", 0) - depth if site.is_gradient else depth
     return Entry(
-        site.path, rest + suffix, value.read, _kind_at(site), n_modules, value.outline, value.part
+        site.path,
+        rest + suffix,
+        value.read,
+        _kind_at(site),
+        n_modules,
+        value.outline,
+        value.part_text,
     )
 
 

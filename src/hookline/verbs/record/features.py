@@ -99,7 +99,7 @@ def features(
         for number, batch in enumerate(_batches(model, inputs)):
             missing = runner.run(batch)
             if runner.state is not None:
-                runner.recording.trim_last_pass()  # of a run to the end
+                runner.recording.cut_last_pass_at_completion()  # of a run to the end
             if missing and number:
                 raise NotRecordedError(
                     f"{missing[0]} must have a value for each batch, got none for batch {number}."

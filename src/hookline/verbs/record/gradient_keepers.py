@@ -32,7 +32,7 @@ from hookline.engine import (
     unwrap_legacy_vmap,
 )
 from hookline.engine.pytree import outlines, tree
-from hookline.recordings import PartialGradients, stamp
+from hookline.recordings import PartialGradients, version_stamp
 from hookline.verbs.record.keep import Keeper
 
 
@@ -68,7 +68,7 @@ class GradientKeeper(GradientCallback):
                 unwrap_ended_transforms, keeps_graph=self.keeps_graph, also_running=True
             )
             value = tree.map_tensors(unwrap, value)
-            was = stamp(value)
+            was = version_stamp(value)
         run = outer_backward_number()
         if pending.form is None:
             current.log_entry((self._number, value, was, pending.call, run, self._parameter_norm()))

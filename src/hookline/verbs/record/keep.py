@@ -28,7 +28,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, SiteError, StructureError
-from hookline.recordings import StampWithCopies, UndetectableStamp, stamp
+from hookline.recordings import StampWithCopies, UndetectableStamp, version_stamp
 from hookline.verbs.record.float32_reductions import call_in_float32
 
 _MOST_TRIED = 8  # of the tensors in a value
@@ -217,7 +217,9 @@ class Keeper:
             self._must_copy(current, tensor) for tensor in every_tensor(holder)
         ):
             return UndetectableStamp(type(holder).__name__)
-        return stamp(result) if not copies else StampWithCopies(stamp(result), copies)
+        return (
+            version_stamp(result) if not copies else StampWithCopies(version_stamp(result), copies)
+        )
 
 
 def _write_error() -> StructureError:

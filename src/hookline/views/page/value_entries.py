@@ -16,7 +16,7 @@ from hookline.engine.pytree.tree import Leaf
 from hookline.errors import FolderError, InputError, OverwrittenError
 from hookline.recordings import Recording
 from hookline.recordings.figure_values import walk_values
-from hookline.recordings.firing_order import RecordedValue
+from hookline.recordings.recorded_values import RecordedValue
 from hookline.statistics import measure_moments
 from hookline.statistics.value_statistics import (
     Statistics,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import InputError
-from hookline.recordings.figure_values import Value
+from hookline.recordings.figure_values import LabelledTensor
 from hookline.views.pixels import png_data_url
 from hookline.views.plots.arrange_value import Arranged, arrange
 
@@ -56,7 +56,7 @@ def arrange_sample(tensor: Tensor, module_type: str, sample: int) -> tuple[Arran
     """
     if tensor.dim() > 5:
         raise InputError(f"a picture must have at most 5 dimensions, got {tensor.dim()}.")
-    value = Value("it", module_type, tensor)
+    value = LabelledTensor("it", module_type, tensor)
     if tensor.dim() == 2:  # (samples, channels): all samples are shown at once, one a row
         return replace(arrange(value, "TC", 0), space="N", text="read as NC"), 1
     return arrange(value, None, sample), tensor.shape[0] if tensor.dim() > 2 else 1

@@ -14,7 +14,7 @@ from torch import Tensor
 from hookline.display.text import name_without_torch
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
-from hookline.recordings.figure_values import Value, check_count, check_sample
+from hookline.recordings.figure_values import LabelledTensor, check_count, check_sample
 
 _LETTERS = "NCTLDHW"
 _DEFAULT_LAYOUTS = {1: "C", 2: "NC", 3: "NTC", 4: "NCHW", 5: "NCDHW"}
@@ -30,7 +30,7 @@ class Arranged:
     text: str  # the layout and the sample: `read as NCHW, sample 0 of 8`
 
 
-def arrange(value: Value, layout: str | None, sample: int, default: str = "") -> Arranged:
+def arrange(value: LabelledTensor, layout: str | None, sample: int, default: str = "") -> Arranged:
     """Take one sample of a value and move its channels first.
 
     Args:
@@ -46,7 +46,9 @@ def arrange(value: Value, layout: str | None, sample: int, default: str = "") ->
     return Arranged(_to_real_float(tensor), space, text)
 
 
-def arrange_difference(a: Value, b: Value, layout: str | None, sample: int) -> Tensor:
+def arrange_difference(
+    a: LabelledTensor, b: LabelledTensor, layout: str | None, sample: int
+) -> Tensor:
     """Return one sample of the difference of two values, arranged as `arrange` does each."""
     return subtract(*(_channels_first(value, layout, sample)[0] for value in (a, b)))
 
@@ -63,7 +65,7 @@ def subtract(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _channels_first(
-    value: Value, layout: str | None, sample: int, default: str = ""
+    value: LabelledTensor, layout: str | None, sample: int, default: str = ""
 ) -> tuple[Tensor, str, str]:
     """Return one sample, its channels first; the letters of its other dimensions; the layout."""
     check_sample(sample)
@@ -103,7 +105,7 @@ def select_sample(tensor: Tensor, dim: int, sample: int, label: str) -> tuple[Te
     return tensor.select(dim, sample), which
 
 
-def drawable_tensor(value: Value) -> Tensor:
+def drawable_tensor(value: LabelledTensor) -> Tensor:
     """Return the value's tensor, detached; refuse one that has no maps, curves or bars to draw.
 
     Raises:
@@ -127,7 +129,7 @@ def drawable_tensor(value: Value) -> Tensor:
     return tensor.dequantize() if tensor.is_quantized else tensor
 
 
-def _guess_layout(value: Value, default: str) -> str:
+def _guess_layout(value: LabelledTensor, default: str) -> str:
     n_dims = value.tensor.dim()
     if len(default) == n_dims:
         return default
@@ -136,7 +138,7 @@ def _guess_layout(value: Value, default: str) -> str:
     return _DEFAULT_LAYOUTS.get(n_dims, "?" * n_dims)
 
 
-def _check_layout(value: Value, letters: str) -> None:
+def _check_layout(value: LabelledTensor, letters: str) -> None:
     is_sound = (
         len(letters) == value.tensor.dim()
         and len(set(letters)) == len(letters)

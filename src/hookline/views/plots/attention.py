@@ -12,7 +12,12 @@ from hookline.display.text import share_text
 from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
-from hookline.recordings.figure_values import Source, Value, check_sample, look_up_main_tensor
+from hookline.recordings.figure_values import (
+    LabelledTensor,
+    Source,
+    check_sample,
+    look_up_main_tensor,
+)
 from hookline.views.pixels import Scale, colour_scale, range_text, shrink
 from hookline.views.plots.arrange_value import drawable_tensor, pick_channels, select_sample
 from hookline.views.plots.channels import Tiling
@@ -118,7 +123,7 @@ def attention(
     return sheet.figure
 
 
-def _attention_maps(value: Value, sample: int) -> tuple[Tensor, str]:
+def _attention_maps(value: LabelledTensor, sample: int) -> tuple[Tensor, str]:
     """Return the maps of one sample, [head, query, key], and which sample it is as text."""
     check_sample(sample)
     tensor = drawable_tensor(value)
@@ -151,7 +156,7 @@ class _Labels(NamedTuple):
 
 
 def _token_labels(
-    value: Value,
+    value: LabelledTensor,
     shape: tuple[int, int],
     texts: Sequence[str] | None,
     keys: Sequence[str] | None,

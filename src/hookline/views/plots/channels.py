@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookline.display.text import share_text
 from hookline.engine import Site
-from hookline.recordings.figure_values import Source, Value, look_up_main_tensor
+from hookline.recordings.figure_values import LabelledTensor, Source, look_up_main_tensor
 from hookline.statistics.value_statistics import Array
 from hookline.views.pixels import Scale, colour_scale, range_text, shrink
 from hookline.views.plots.arrange_value import Arranged, arrange, pick_channels
@@ -209,7 +209,9 @@ def _range_text(drawn: Array, digits: int) -> str:
     return low if finite.min() == finite.max() else f"{low} to {high}"
 
 
-def _draw_curves(value: Value, arranged: Arranged, chosen: list[int], lines: list[str]) -> Figure:
+def _draw_curves(
+    value: LabelledTensor, arranged: Arranged, chosen: list[int], lines: list[str]
+) -> Figure:
     """Draw sequences as one curve a channel, each on its own scale."""
     curves = shrink(arranged.data[chosen], 4 * MAX_SIDE)
     length = arranged.data.shape[1]

@@ -14,8 +14,8 @@ from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, check_one_of
 from hookline.recordings.figure_values import (
+    LabelledTensor,
     Source,
-    Value,
     check_count,
     look_up_main_tensor,
     only_pass,
@@ -175,7 +175,9 @@ def _why_no_number(row: ComparedSite) -> str:
     return row.why if row.relative is None else "no ratio: the second is zero"
 
 
-def _draw_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | None]) -> Figure:
+def _draw_site(
+    a: LabelledTensor, b: LabelledTensor, n: int, order: str, reading: tuple[int, str | None]
+) -> Figure:
     drawable_tensor(a)
     drawable_tensor(b)
     if a.tensor.shape != b.tensor.shape:
@@ -213,7 +215,7 @@ def _draw_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str |
 
 
 def _draw_panels(
-    value: Value, panels: list[torch.Tensor], labels: list[list[str]], lines: list[str]
+    value: LabelledTensor, panels: list[torch.Tensor], labels: list[list[str]], lines: list[str]
 ) -> Figure:
     """Draw three panels of maps, shape `(n, height, width)`; the first two share a scale.
 

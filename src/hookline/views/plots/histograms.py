@@ -12,8 +12,8 @@ from hookline.display.text import pick_evenly, plural, share_text, shorten
 from hookline.display.units import measure, share
 from hookline.engine import Site
 from hookline.recordings.figure_values import (
+    LabelledTensor,
     Source,
-    Value,
     check_count,
     skipped_text,
     values_to_draw,
@@ -89,7 +89,7 @@ def histograms(
     return sheet.figure
 
 
-def _draw_histogram(axes: Axes, value: Value, bins: int, log: bool) -> None:
+def _draw_histogram(axes: Axes, value: LabelledTensor, bins: int, log: bool) -> None:
     counts, edges, statistics = histogram_and_statistics(value.tensor, bins)
     ends = [measure(float(end)) for end in (edges[0], edges[-1])]
     if np.abs(edges).max() > _LARGEST:

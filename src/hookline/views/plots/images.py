@@ -12,7 +12,12 @@ from hookline.engine import Site, normalize_root
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
-from hookline.recordings.figure_values import Source, Value, check_count, look_up_main_tensor
+from hookline.recordings.figure_values import (
+    LabelledTensor,
+    Source,
+    check_count,
+    look_up_main_tensor,
+)
 from hookline.statistics.value_statistics import Array
 from hookline.views.pixels import finite_range, range_text, scale_to_unit, shrink
 from hookline.views.plots.arrange_value import arrange, drawable_tensor
@@ -84,7 +89,7 @@ def images(
     return sheet.figure
 
 
-def _look_up_images(recording: Source, site: str | Site) -> Value:
+def _look_up_images(recording: Source, site: str | Site) -> LabelledTensor:
     """Look up a site; if the model's input was not recorded, say how to record it."""
     try:
         return look_up_main_tensor(recording, site)

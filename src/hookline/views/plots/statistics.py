@@ -15,14 +15,14 @@ from hookline.engine import Site, normalize_root
 from hookline.errors import InputError
 from hookline.recordings import PassRecord
 from hookline.recordings.figure_values import (
-    Skipped,
+    LabelledTensor,
+    SkippedValue,
     Source,
-    Value,
     check_source,
+    iterate_tensors,
     look_up_main_tensor,
     look_up_tensors,
     skipped_text,
-    tensors_of,
     values_to_draw,
 )
 from hookline.statistics.value_statistics import Array, Statistics, site_statistics
@@ -211,16 +211,16 @@ def _draw_over_passes(passes: list[PassRecord], sites: Sites, names: list[str]) 
 
 def _measure_sites(
     passes: list[PassRecord], sites: Sites
-) -> tuple[dict[str, dict[int, Statistics | None]], list[Skipped], tuple[int, str] | None]:
+) -> tuple[dict[str, dict[int, Statistics | None]], list[SkippedValue], tuple[int, str] | None]:
     """Measure each site that fired, by index of the pass; find the first NaN or infinity."""
     named = [sites] if isinstance(sites, str | Site) else sites
     keys = None if named is None else [normalize_root(str(site)) for site in named]
     by_site: dict[str, dict[int, Statistics | None]] = {}
-    skipped: dict[str, Skipped] = {}
+    skipped: dict[str, SkippedValue] = {}
     bad: tuple[int, str] | None = None
     for k, record in enumerate(passes):
-        for key, value in tensors_of(record) if keys is None else _named_values(record, keys):
-            if isinstance(value, Skipped):
+        for key, value in iterate_tensors(record) if keys is None else _named_values(record, keys):
+            if isinstance(value, SkippedValue):
                 skipped.setdefault(key, value)
                 continue
             measured = by_site.setdefault(key, {})[k] = site_statistics(value.tensor)
@@ -237,7 +237,9 @@ def _measure_sites(
     return by_site, list(skipped.values()), bad
 
 
-def _named_values(record: PassRecord, keys: list[str]) -> Iterator[tuple[str, Value | Skipped]]:
+def _named_values(
+    record: PassRecord, keys: list[str]
+) -> Iterator[tuple[str, LabelledTensor | SkippedValue]]:
     for key in keys:
         values = look_up_tensors(record, key) if key in record else []
         for value in values:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hookline.display.text import plural, share_text
 from hookline.engine import Site
 from hookline.errors import InputError
-from hookline.recordings.figure_values import Source, Value, look_up_main_tensor
+from hookline.recordings.figure_values import LabelledTensor, Source, look_up_main_tensor
 from hookline.views.pixels import colour_scale, range_text, shrink_table
 from hookline.views.plots.arrange_value import Arranged, arrange, pick_channels
 from hookline.views.plots.figure_sheet import (
@@ -113,7 +113,7 @@ def tokens(
 
 def _look_up_tokens(
     recording: Source, site: str | Site, layout: str | None, sample: int
-) -> tuple[Value, Arranged]:
+) -> tuple[LabelledTensor, Arranged]:
     value = look_up_main_tensor(recording, site)
     arranged = arrange(value, layout, sample, default="TC")
     if not arranged.space:

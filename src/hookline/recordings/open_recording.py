@@ -28,7 +28,7 @@ def open_recording(place: Place, *, verify: bool = False) -> Recording:
     """
     _check_folder(place)
     try:
-        recording, parts = _open(place)
+        recording, parts = _open_unlocked(place)
     except FileNotFoundError:
         with place.wait_for_lock():  # another process may have replaced it meanwhile
             recording, parts = _open_under_lock(place)
@@ -44,9 +44,9 @@ def _check_folder(place: Place) -> None:
     try:
         if not isinstance(place, LocalPlace) or stat.S_ISDIR(os.stat(place.folder).st_mode):
             return
-        raise _not_opened(place, "it is a file")
+        raise _not_opened_error(place, "it is a file")
     except (FileNotFoundError, NotADirectoryError):
-        raise _not_opened(place, "it does not exist") from None
+        raise _not_opened_error(place, "it does not exist") from None
     except PermissionError:
         return  # reading it says what is wrong
 
@@ -54,30 +54,30 @@ def _check_folder(place: Place) -> None:
 def _open_under_lock(place: Place) -> tuple[Recording, list[Contents]]:
     """Open a place under the lock that keeps writers from replacing the recording."""
     try:
-        return _open(place)
+        return _open_unlocked(place)
     except FileNotFoundError as error:
         if MANIFEST in place.names():
             raise FolderError(f"{place} is damaged: {first_line(error)}.\n{REMEDY}") from error
-        raise _not_opened(place, f"it has no {MANIFEST}") from None
+        raise _not_opened_error(place, f"it has no {MANIFEST}") from None
 
 
-def _not_opened(place: Place, reason: str) -> FolderError:
+def _not_opened_error(place: Place, reason: str) -> FolderError:
     return FolderError(
         f"{place} is not a recording, a store or a run: {reason}."
         "\nGive the folder that run.save, hl.extract or hl.monitor wrote."
     )
 
 
-def _open(place: Place) -> tuple[Recording, list[Contents]]:
+def _open_unlocked(place: Place) -> tuple[Recording, list[Contents]]:
     """Open a place as it is: return the recording and the contents of each rank's folder."""
     manifest = read_manifest(place)
     if "ranks" in manifest:
         return _open_ranks(place, manifest)
     contents = parse_manifest(place, manifest)
-    return _recording_of(contents), [contents]
+    return _make_recording(contents), [contents]
 
 
-def _recording_of(contents: Contents) -> Recording:
+def _make_recording(contents: Contents) -> Recording:
     recording = Recording(contents.sites, contents.report, contents.modules)
     recording.lost = contents.lost
     recording.set_model(contents.model)
@@ -93,7 +93,7 @@ def _open_ranks(place: Place, manifest: Mapping[str, Any]) -> tuple[Recording, l
         if of_rank["checksum"] != expected:
             raise FileNotFoundError(f"{name} must be of the same recording as {MANIFEST}")
         parts.append(parse_manifest(place / name, of_rank))
-    opened = tuple(map(_recording_of, parts))
+    opened = tuple(map(_make_recording, parts))
     sites = tuple(dict.fromkeys(site for rank in opened for site in rank.sites))
     recording = Recording(sites, opened[0].report(), opened[0].modules)
     recording.ranks = opened

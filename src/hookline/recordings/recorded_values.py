@@ -51,7 +51,7 @@ class RecordedValue:
         """Return whether a tensor of the value is this rank's part of a DTensor."""
         return self.record.holds_shard(self._site_with_call)
 
-    def part(self) -> str:
+    def part_text(self) -> str:
         """Say which part of a DTensor the value is; empty if it is whole."""
         if not self.holds_shard():
             return ""
@@ -63,7 +63,7 @@ class RecordedValue:
         return self.site if self.site.call is not None else replace(self.site, call=self.call)
 
 
-def values_of(record: PassRecord) -> Iterator[RecordedValue]:
+def iterate_recorded_values(record: PassRecord) -> Iterator[RecordedValue]:
     """Yield the values of a pass in firing order, without reading them.
 
     If several backward passes went over it, their gradients follow, one pass at a time.
@@ -77,10 +77,10 @@ def values_of(record: PassRecord) -> Iterator[RecordedValue]:
             yield RecordedValue(backward, key, site, call, number)
 
 
-def with_leaf(key: str, leaf: Leaf) -> str:
+def add_leaf_to_key(key: str, leaf: Leaf) -> str:
     """Return the key of a leaf of a value; a leaf is written after the port and before the call.
 
-    >>> with_leaf("lstm#1", (1, 0)), with_leaf("fc", ())
+    >>> add_leaf_to_key("lstm#1", (1, 0)), add_leaf_to_key("fc", ())
     ('lstm:output[1][0]#1', 'fc')
     """
     if not leaf:
@@ -90,7 +90,7 @@ def with_leaf(key: str, leaf: Leaf) -> str:
     return f"{head}{describe.leaf_text(leaf)}{sign}{call}"
 
 
-def is_readable(tensor: Tensor) -> bool:
+def is_convertible(tensor: Tensor) -> bool:
     """Return whether torch can convert a tensor's numbers; packed 4-bit dtypes it cannot."""
     if tensor.is_quantized:
         return True
