@@ -32,7 +32,7 @@ def test_the_total_is_finite_where_all_numbers_are(bad, dtype):
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_many_tensors_are_probed_by_one_call(monkeypatch, bad):
     monkeypatch.setattr(
-        finiteness, "_may_share_a_call", lambda t: t.dim() == 1 and t.dtype.is_floating_point
+        finiteness, "_can_sum_in_one_call", lambda t: t.dim() == 1 and t.dtype.is_floating_point
     )
     tensors = [torch.full((300,), 1e38), torch.full((9,), 6e4, dtype=torch.float16)]
     tensors += [torch.ones(2, 2), torch.ones(3).bfloat16(), torch.zeros(0), torch.arange(4)]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hookline.statistics.value_statistics import mean_and_std
-from hookline.views import site_statistics
+from hookline.views import main_tensor_statistics
 from thoroughness import examples
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20)
@@ -39,7 +39,7 @@ def test_a_small_deviation_beside_a_large_mean_is_kept(offset):
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = x + offset
     x[3] = math.nan
-    found = site_statistics(x)
+    found = main_tensor_statistics(x)
     finite = x[x.isfinite()]
     assert found.mean == pytest.approx(finite.mean().item(), rel=1e-12)
     assert found.std == pytest.approx(finite.std(correction=0).item(), rel=1e-6)

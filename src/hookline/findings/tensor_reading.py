@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.statistics.channel_dim import channel_dim
-from hookline.statistics.finiteness import local_numbers
+from hookline.statistics.finiteness import detach_local_numbers
 
 _N_SAMPLED = 1024  # elements, at least, whose quartiles tell the spread without outliers
 _COARSE = 1e-3  # of the squared mean
@@ -99,7 +99,7 @@ def measure_numbers(tensor: Tensor, module_type: str) -> Numbers:
     Raises:
         RuntimeError: torch cannot read the numbers.
     """
-    plain, dtype = local_numbers(tensor), tensor.dtype
+    plain, dtype = detach_local_numbers(tensor), tensor.dtype
     shape = tuple(plain.shape if tensor.is_nested else tensor.shape)
     if plain.is_complex():
         plain = plain.abs()

@@ -30,7 +30,7 @@ def batched_moments(tensors: Sequence[Tensor]) -> list[Tensor]:
         The slots of each tensor, as `MomentsStatistic` has them.
     """
     with torch.autocast(tensors[0].device.type, enabled=False):
-        return [slots for batch in _batches(tensors) for slots in _measure(batch).unbind()]
+        return [slots for batch in _batches(tensors) for slots in _measure_batch(batch).unbind()]
 
 
 def is_on_default_stream(device: torch.device) -> bool:
@@ -66,9 +66,9 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     yield batch
 
 
-def _measure(tensors: Sequence[Tensor]) -> Tensor:
+def _measure_batch(tensors: Sequence[Tensor]) -> Tensor:
     """Return the slots of tensors that fit into one matrix, in a row for each."""
-    values = to_real_float(_matrix(tensors))
+    values = to_real_float(_stack_in_rows(tensors))
     is_finite = values.abs() < math.inf  # NaN is not less
     numbers = torch.where(is_finite, values, 0.0).to(torch.float64)
     squares = numbers * numbers
@@ -80,7 +80,7 @@ def _measure(tensors: Sequence[Tensor]) -> Tensor:
         (squares * squares).sum(1),
     ]
     signed = [torch.where(is_finite, side, -math.inf).amax(1) for side in (-values, values)]
-    n_rows, numels, paddings = _layout(tuple(map(Tensor.numel, tensors)), values.device)
+    n_rows, numels, paddings = _row_layout(tuple(map(Tensor.numel, tensors)), values.device)
     slots, extremes = (
         torch.segment_reduce(torch.stack(columns, 1), how, lengths=n_rows, unsafe=True)
         for columns, how in ((sums, "sum"), (signed, "max"))
@@ -89,7 +89,7 @@ def _measure(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([numels, slots, extremes.to(torch.float64)], 1)
 
 
-def _matrix(tensors: Sequence[Tensor]) -> Tensor:
+def _stack_in_rows(tensors: Sequence[Tensor]) -> Tensor:
     """Lay tensors out in rows. NaN fills their last rows, which no sum and no extreme counts."""
     padding = torch.full((_ROW_NUMEL,), math.nan, dtype=tensors[0].dtype, device=tensors[0].device)
     parts: list[Tensor] = []
@@ -103,7 +103,7 @@ def _n_rows(numel: int) -> int:
 
 
 @functools.lru_cache(64)  # the weights, gradients and updates of a model have the same
-def _layout(numels: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _row_layout(numels: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return of each tensor how many rows it has, its elements as a column, and its paddings."""
     columns = [list(map(_n_rows, numels)), numels, [-numel % _ROW_NUMEL for numel in numels]]
     is_pinned = device.type == "cuda"  # a copy from other memory would wait for the device

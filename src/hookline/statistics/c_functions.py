@@ -49,7 +49,7 @@ class NativeMoments:
         types = _POINTER, _POINTER, _NUMBER, _POINTER
         self._measure_many = _c_function(library, "measure_many", *types)
 
-    def add(self, slots: Tensor, flat: Tensor) -> None:
+    def add_tensor(self, slots: Tensor, flat: Tensor) -> None:
         """Add a contiguous float32 or float64 tensor on the CPU to slots, which are written to."""
         self._measure[flat.dtype](flat.data_ptr(), flat.numel(), slots.data_ptr())
 
@@ -108,7 +108,7 @@ class NativeDifference:
             d: _c_function(library, f"gaps_{name}", _POINTER, *of_b) for d, name in names.items()
         }
 
-    def sizes(self, rows: Rows) -> tuple[float, float] | None:
+    def reference_norms(self, rows: Rows) -> tuple[float, float] | None:
         """Return the sums of b's squares and of the norms of its rows; None if not finite."""
         sums = (ctypes.c_double * 2)()
         self._sizes[rows.b.dtype](rows.b.data_ptr(), rows.n_rows, rows.width, sums)
@@ -144,7 +144,7 @@ class CompileMeter(Generic[_Native]):
         self.until_native = until_native
         self._compiled = compiled
 
-    def native(self, numel: int) -> _Native | None:
+    def count_and_compile(self, numel: int) -> _Native | None:
         """Return the functions; None until they are worth it, and where that is not possible."""
         if self.until_native > 0:
             self.until_native -= numel
@@ -205,7 +205,7 @@ def _has_right_moments(native: NativeMoments) -> bool:
         numbers = torch.arange(-3.0, 1027.0, dtype=dtype, device="cpu")
         numbers[20] = torch.nan
         slots = torch.zeros(_N_SLOTS, dtype=torch.float64, device="cpu")
-        native.add(slots, numbers)
+        native.add_tensor(slots, numbers)
         finite = numbers[numbers.isfinite()].double()
         powers = [float((finite**power).sum()) for power in (1, 2, 4)]
         if slots.tolist() != [1030.0, 1.0, 1.0, *powers, 3.0, 1026.0]:
@@ -221,7 +221,7 @@ def _has_right_gaps(native: NativeDifference) -> bool:
         a[1] += 1.0
         a[2, 288] = 4.0
         rows = Rows(a, b)
-        if native.sizes(rows) != (867.0, 51.0):
+        if native.reference_norms(rows) != (867.0, 51.0):
             return False
         if native.gaps(rows, 17.0, 1.0) != (298.0, 1749.0, (1.0, 1), (3.0, 866), 290, 0):
             return False

@@ -44,7 +44,7 @@ class CompiledReduction:
         self._lock = fork_safe_lock()
         self._has_warned = False
 
-    def find(self, values: Tensor, compile: bool) -> Reduction | None:
+    def find_or_compile(self, values: Tensor, compile: bool) -> Reduction | None:
         """Return the compiled function for tensors of 2 to `LONGEST` elements; None without it.
 
         The function is compiled for the number of threads that torch has now.

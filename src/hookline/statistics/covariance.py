@@ -15,7 +15,7 @@ from hookline.statistics.flat_numbers import (
     CHUNK_NUMEL,
     check_slots,
     check_tensor,
-    measurable_parts,
+    numeric_strided_parts,
     slot_device,
     to_real_float,
 )
@@ -104,7 +104,7 @@ class CovarianceStatistic:
                 f" {describe.shape(value)}.\nGive each site slots of its own."
             )
         traces = torch.compiler.is_compiling()
-        for part in measurable_parts(value):
+        for part in numeric_strided_parts(value):
             rows = part.reshape(math.prod(part.shape[:-1]), n)  # -1 cannot be told where n is 0
             for piece in [rows] if traces else torch.split(rows, max(1, CHUNK_NUMEL // max(1, n))):
                 slots = self.merge(slots, _rows_to_slots(to_real_float(piece).to(torch.float64)))

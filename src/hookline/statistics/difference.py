@@ -109,7 +109,7 @@ def difference_of_blocks(blocks: Blocks) -> Difference:
         The difference; `element` holds the number of the element, with all dimensions flattened.
     """
     scale = 1.0
-    sizes = _measure_sizes(blocks, scale)
+    sizes = _measure_reference_norms(blocks, scale)
     gaps = _measure_gaps(blocks, scale, sizes)
     if gaps.n_odd:
         elements = plural(gaps.n_odd, "element")
@@ -120,7 +120,7 @@ def difference_of_blocks(blocks: Blocks) -> Difference:
         return EQUAL
     if not (gaps.gap and all(_LEAST < norm < _LARGEST for norm in (gaps.norm_a, sizes.norm_b))):
         scale = _largest_magnitude(blocks)  # squares underflow or overflow, or a value is zero
-        sizes = _measure_sizes(blocks, scale)
+        sizes = _measure_reference_norms(blocks, scale)
         gaps = _measure_gaps(blocks, scale, sizes)
     norm = math.sqrt(sizes.norm_b)
     ratio = math.sqrt(gaps.norm_a) / norm if norm else math.inf
@@ -138,7 +138,7 @@ _METER = CompileMeter(_WORTH_A_COMPILER, compile_difference)
 # Sizes and gaps hold sums over elements that are finite in both values, divided by a scale.
 
 
-class _Sizes(NamedTuple):
+class _ReferenceNorms(NamedTuple):
     """The size of the second value, by which differences are measured."""
 
     norm_b: float = 0.0  # the sum of the squares
@@ -147,30 +147,30 @@ class _Sizes(NamedTuple):
     n_elements: int = 0
 
     @property
-    def least(self) -> tuple[float, float]:
+    def least_denominators(self) -> tuple[float, float]:
         """The mean norm of a row and the root mean square; smaller ones are measured by these."""
         row = self.rows_b / max(self.n_rows, 1)
         return row, math.sqrt(self.norm_b / max(self.n_elements, 1))
 
 
-def _measure_sizes(blocks: Blocks, scale: float) -> _Sizes:
-    total = _Sizes()
-    by_c = partial(_sizes_by_c, scale)
-    for _, sizes in _measure_blocks(blocks, by_c, partial(_sizes_by_torch, scale)):
-        total = _Sizes(*map(operator.add, total, sizes))
+def _measure_reference_norms(blocks: Blocks, scale: float) -> _ReferenceNorms:
+    total = _ReferenceNorms()
+    by_c = partial(_reference_norms_by_c, scale)
+    for _, sizes in _measure_blocks(blocks, by_c, partial(_reference_norms_by_torch, scale)):
+        total = _ReferenceNorms(*map(operator.add, total, sizes))
     return total
 
 
-def _measure_gaps(blocks: Blocks, scale: float, sizes: _Sizes) -> Gaps:
+def _measure_gaps(blocks: Blocks, scale: float, sizes: _ReferenceNorms) -> Gaps:
     total, n_rows, n_elements = Gaps(), 0, 0
-    by_c = partial(_gaps_by_c, scale, sizes.least)
-    by_torch = partial(_gaps_by_torch, scale, sizes.least)
+    by_c = partial(_gaps_by_c, scale, sizes.least_denominators)
+    by_torch = partial(_gaps_by_torch, scale, sizes.least_denominators)
     for b, gaps in _measure_blocks(blocks, by_c, by_torch):
         total = Gaps(
             total.gap + gaps.gap,
             total.norm_a + gaps.norm_a,
-            _worse(total.row, gaps.row, n_rows),
-            _worse(total.element, gaps.element, n_elements),
+            _larger_ratio(total.row, gaps.row, n_rows),
+            _larger_ratio(total.element, gaps.element, n_elements),
             total.n_unequal + gaps.n_unequal,
             total.n_odd + gaps.n_odd,
         )
@@ -199,29 +199,31 @@ def _measure_blocks(
             yield pair[1], by_c(*pair) or by_torch(*pair)
 
 
-def _sizes_by_torch(scale: float, a: Tensor, b: Tensor) -> _Sizes:
-    _, y, *_ = _finite_pair(a, b, scale)
+def _reference_norms_by_torch(scale: float, a: Tensor, b: Tensor) -> _ReferenceNorms:
+    _, y, *_ = _finite_float64_pair(a, b, scale)
     rows_b = _norms(y)
-    return _Sizes(float(rows_b.square().sum()), float(rows_b.sum()), rows_b.numel(), y.numel())
+    return _ReferenceNorms(
+        float(rows_b.square().sum()), float(rows_b.sum()), rows_b.numel(), y.numel()
+    )
 
 
-def _sizes_by_c(scale: float, a: Tensor, b: Tensor) -> _Sizes | None:
+def _reference_norms_by_c(scale: float, a: Tensor, b: Tensor) -> _ReferenceNorms | None:
     """Return the size of a block; None if the functions in C cannot tell it."""
-    native = _METER.native(b.numel()) if scale == 1.0 else None
+    native = _METER.count_and_compile(b.numel()) if scale == 1.0 else None
     rows = None if native is None else _rows_for_c(a, b)
-    sizes = None if native is None or rows is None else native.sizes(rows)
-    return None if sizes is None else _Sizes(*sizes, math.prod(b.shape[:-1]), b.numel())
+    sizes = None if native is None or rows is None else native.reference_norms(rows)
+    return None if sizes is None else _ReferenceNorms(*sizes, math.prod(b.shape[:-1]), b.numel())
 
 
 def _gaps_by_torch(scale: float, least: tuple[float, float], a: Tensor, b: Tensor) -> Gaps:
-    x, y, n_odd, n_unequal = _finite_pair(a, b, scale)
+    x, y, n_odd, n_unequal = _finite_float64_pair(a, b, scale)
     gap = (x - y).abs()
     rows_gap = _norms(gap)
     return Gaps(
         float(rows_gap.square().sum()),
         float(_norms(x).square().sum()),
-        _max_and_place(_ratios(rows_gap, _norms(y), least[0])),
-        _max_and_place(_ratios(gap, y.abs(), least[1])),
+        _max_and_index(_ratios(rows_gap, _norms(y), least[0])),
+        _max_and_index(_ratios(gap, y.abs(), least[1])),
         n_unequal,
         n_odd,
     )
@@ -229,7 +231,7 @@ def _gaps_by_torch(scale: float, least: tuple[float, float], a: Tensor, b: Tenso
 
 def _gaps_by_c(scale: float, least: tuple[float, float], a: Tensor, b: Tensor) -> Gaps | None:
     """Return how far two blocks lie apart; None if the functions in C cannot tell it."""
-    native = _METER.native(0) if scale == 1.0 and all(least) else None
+    native = _METER.count_and_compile(0) if scale == 1.0 and all(least) else None
     rows = None if native is None else _rows_for_c(a, b)
     return None if native is None or rows is None else native.gaps(rows, *least)
 
@@ -250,7 +252,7 @@ def _rows_for_c(a: Tensor, b: Tensor) -> Rows | None:
 def _largest_magnitude(blocks: Blocks) -> float:
     """Return the largest finite magnitude in both values; 1 if all are zero."""
     small = (pair for a, b in blocks() for pair in _split_into_blocks(a, b))
-    pairs = (_finite_pair(a, b, 1.0)[:2] for a, b in small)
+    pairs = (_finite_float64_pair(a, b, 1.0)[:2] for a, b in small)
     return max((float(x.abs().max()) for pair in pairs for x in pair if x.numel()), default=0) or 1
 
 
@@ -260,7 +262,7 @@ def _ratios(gaps: Tensor, sizes: Tensor, least: float) -> Tensor:
     return gaps / sizes.clamp_(min=least)
 
 
-def _max_and_place(ratios: Tensor) -> tuple[float, int]:
+def _max_and_index(ratios: Tensor) -> tuple[float, int]:
     if not ratios.numel():
         return 0.0, 0
     flat = ratios.reshape(-1)
@@ -268,12 +270,14 @@ def _max_and_place(ratios: Tensor) -> tuple[float, int]:
     return float(flat[at]), at
 
 
-def _worse(worst: tuple[float, int], other: tuple[float, int], offset: int) -> tuple[float, int]:
+def _larger_ratio(
+    worst: tuple[float, int], other: tuple[float, int], offset: int
+) -> tuple[float, int]:
     """Return the larger of two; the number of the second counts from a start."""
     return worst if other[0] <= worst[0] else (other[0], offset + other[1])
 
 
-def _finite_pair(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor, int, int]:
+def _finite_float64_pair(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor, int, int]:
     """Convert two blocks to float64 over a scale, with 0 where one of them is not finite.
 
     Returns:

@@ -57,7 +57,7 @@ def probe_sum(value: Any) -> Tensor | None:
         and not value.is_nested
     ):
         return value.detach().sum()
-    sums = [_sum(tensor) for tensor in measurable_in(value)]
+    sums = [_sum_local_numbers(tensor) for tensor in find_measurable_tensors(value)]
     if len(sums) < 2:
         return sums[0] if sums else None
     first = sums[0].device
@@ -67,14 +67,14 @@ def probe_sum(value: Any) -> Tensor | None:
 
 def probe_each(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Do the same for each tensor that has numbers: plain ones on a GPU by one call."""
-    pairs = [(tensor.detach(), _may_share_a_call(tensor)) for tensor in tensors]
+    pairs = [(tensor.detach(), _can_sum_in_one_call(tensor)) for tensor in tensors]
     shared = [tensor for tensor, is_shared in pairs if is_shared]
     norms = iter(norms_of_each(shared, 1, torch.float32))
     probes = [next(norms) if is_shared else probe_sum(tensor) for tensor, is_shared in pairs]
     return [probe for probe in probes if probe is not None]
 
 
-def _may_share_a_call(tensor: Tensor) -> bool:
+def _can_sum_in_one_call(tensor: Tensor) -> bool:
     return (
         type(tensor) in _PLAIN
         and tensor.is_cuda
@@ -88,7 +88,7 @@ def _may_share_a_call(tensor: Tensor) -> bool:
 def probe_nan(value: Any) -> Tensor | None:
     """Do the same for a site where infinities are meant: only a NaN makes the number not finite."""
     return probe_sum(
-        [zero_infinities(local_part(tensor.detach())) for tensor in measurable_in(value)]
+        [zero_infinities(local_part(tensor.detach())) for tensor in find_measurable_tensors(value)]
     )
 
 
@@ -99,16 +99,18 @@ def zero_infinities(tensor: Tensor) -> Tensor:
 
 def probe_extremes(value: Any) -> Tensor | None:
     """Do the same for a site where sums overflow; it takes twice the time, and is exact."""
-    plain = [local_numbers(tensor) for tensor in measurable_in(value) if tensor.numel()]
+    plain = [
+        detach_local_numbers(tensor) for tensor in find_measurable_tensors(value) if tensor.numel()
+    ]
     real = [torch.view_as_real(part) if part.is_complex() else part for part in plain]
     wide = [part.float() if part.dtype not in _WIDE else part for part in real]
     # Zero times an infinity or a NaN is a NaN.
     return probe_sum([torch.stack(torch.aminmax(part)) * 0.0 for part in wide])
 
 
-def probe_beside_masks(value: Any) -> Tensor | None:
+def probe_except_negative_infinity(value: Any) -> Tensor | None:
     """Do the same for a site where -inf may be meant: NaN and infinity count, -inf does not."""
-    plain = map(local_numbers, measurable_in(value))
+    plain = map(detach_local_numbers, find_measurable_tensors(value))
     return probe_extremes([torch.nan_to_num(part, torch.nan, torch.inf, 0.0) for part in plain])
 
 
@@ -118,7 +120,7 @@ def probe_in_transform(measure: Measure, value: Any) -> Tensor | None:
     return None if number is None else unwrap_all_transforms(number)
 
 
-def measurable_in(value: Any) -> list[Tensor]:
+def find_measurable_tensors(value: Any) -> list[Tensor]:
     """Return the tensors in a value that hold numbers that may be infinite."""
     tensors = [value] if isinstance(value, Tensor) else [part for _, part in tree.tensors(value)]
     return [tensor for tensor in tensors if is_measurable(tensor)]
@@ -139,7 +141,7 @@ def is_readable(tensor: Tensor) -> bool:
     return is_dynamo_compiling() or not is_wrapped(tensor)  # no graph holds a wrapped tensor
 
 
-def local_numbers(tensor: Tensor) -> Tensor:
+def detach_local_numbers(tensor: Tensor) -> Tensor:
     """Return the numbers that a tensor holds on this rank, without their graph."""
     tensor = tensor.detach()
     if type(tensor) is not Tensor:
@@ -153,12 +155,12 @@ def local_numbers(tensor: Tensor) -> Tensor:
     return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    plain = local_numbers(tensor)
+def _sum_local_numbers(tensor: Tensor) -> Tensor:
+    plain = detach_local_numbers(tensor)
     return plain.sum() if plain.dtype in _WIDE else plain.sum(dtype=torch.float32)
 
 
-def indices_not_finite(sums: Sequence[Tensor]) -> list[int]:
+def indices_of_non_finite(sums: Sequence[Tensor]) -> list[int]:
     """Return the indices of the numbers that are not finite: one transfer a device and dtype."""
     groups: dict[Any, list[int]] = {}
     for index, number in enumerate(sums):
@@ -179,7 +181,7 @@ def non_finite_kinds(tensor: Tensor) -> NonFinite:
     """Return the kinds of numbers in a tensor that are not finite; exact."""
     if not is_measurable(tensor) or not tensor.numel():
         return NonFinite.NONE
-    plain = local_numbers(tensor)
+    plain = detach_local_numbers(tensor)
     if plain.isfinite().all():
         return NonFinite.NONE
     if plain.is_complex():
@@ -199,14 +201,14 @@ def count_nan_and_inf(tensor: Tensor) -> tuple[int, int]:
 
     A complex number counts once, and a sparse tensor by the values that it holds.
     """
-    plain = local_numbers(tensor)
+    plain = detach_local_numbers(tensor)
     n_nan = int(plain.isnan().sum())
     return n_nan, int((~plain.isfinite()).sum()) - n_nan
 
 
-def plain_moments(tensor: Tensor) -> Moments:
+def measure_local_moments(tensor: Tensor) -> Moments:
     """Measure the numbers of a tensor; those of a complex tensor as real and imaginary parts."""
-    plain = local_numbers(tensor)
+    plain = detach_local_numbers(tensor)
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     wide = plain if plain.dtype in (torch.float32, torch.float64) else plain.double()

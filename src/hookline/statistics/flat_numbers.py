@@ -21,7 +21,7 @@ DENSE_NUMEL = 2**28
 ORDINARY = frozenset((Tensor, nn.Parameter))  # not a subclass such as a fake tensor
 
 
-def measurable_parts(value: Tensor) -> Iterable[Tensor]:
+def numeric_strided_parts(value: Tensor) -> Iterable[Tensor]:
     """Return a value as strided tensors with numbers. In compiled code it is one tensor.
 
     Raises:
@@ -70,11 +70,11 @@ def float64_chunks(tensor: Tensor) -> Iterator[Tensor]:
         RuntimeError: torch cannot read the numbers, or a sparse tensor is too large.
     """
     for part in strided_parts(tensor.detach()):
-        for chunk in chunks(part):
+        for chunk in view_chunks(part):
             yield to_real_float(chunk).to(torch.float64)
 
 
-def chunks(tensor: Tensor, numel: int | None = None) -> Iterator[Tensor]:
+def view_chunks(tensor: Tensor, numel: int | None = None) -> Iterator[Tensor]:
     """Yield views of a tensor, split along its longest dimension until each is small enough.
 
     Args:
@@ -88,7 +88,7 @@ def chunks(tensor: Tensor, numel: int | None = None) -> Iterator[Tensor]:
     longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
     n_parts = math.ceil(tensor.numel() / numel)
     for part in torch.split(tensor, max(tensor.shape[longest] // n_parts, 1), dim=longest):
-        yield from chunks(part, numel)
+        yield from view_chunks(part, numel)
 
 
 def flat_chunks(tensor: Tensor, numel: int | None = None) -> Iterator[Tensor]:
@@ -103,7 +103,7 @@ def flat_chunks(tensor: Tensor, numel: int | None = None) -> Iterator[Tensor]:
         flat, numel = tensor.view(-1), CHUNK_NUMEL if numel is None else numel
         yield from torch.split(flat, numel) if len(flat) > numel else (flat,)
         return
-    for chunk in chunks(tensor, numel):
+    for chunk in view_chunks(tensor, numel):
         yield chunk.reshape(-1)
 
 
@@ -128,7 +128,7 @@ def to_real_float(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
 
 
-def signed_extremes(values: Tensor, is_finite: Tensor) -> Tensor:
+def negated_min_and_max(values: Tensor, is_finite: Tensor) -> Tensor:
     """Return the greatest -x and the greatest x of the finite numbers x, as float64."""
     signed = [torch.where(is_finite, side, -math.inf).amax() for side in (-values, values)]
     return torch.stack(signed).to(torch.float64)

@@ -17,8 +17,8 @@ from hookline.statistics.flat_numbers import (
     SumsAndExtremes,
     check_slots,
     flat_chunks,
-    measurable_parts,
-    signed_extremes,
+    negated_min_and_max,
+    numeric_strided_parts,
     to_real_float,
 )
 
@@ -152,7 +152,7 @@ class BinnedStatistic(SumsAndExtremes):
     def update(self, slots: Tensor, value: Tensor) -> Tensor:
         """Return the slots with one more value."""
         check_slots(slots, self.n_slots)
-        for part in measurable_parts(value):
+        for part in numeric_strided_parts(value):
             if torch.compiler.is_compiling():
                 pieces: Iterable[Tensor] = (part.reshape(-1),)
             else:
@@ -167,7 +167,7 @@ class BinnedStatistic(SumsAndExtremes):
         slots = slots.index_add(
             0, self._bin_indices(values).to(torch.int64), unit.expand(values.shape)
         )
-        greatest = torch.maximum(slots[-2:], signed_extremes(values, values.abs() < math.inf))
+        greatest = torch.maximum(slots[-2:], negated_min_and_max(values, values.abs() < math.inf))
         return torch.cat([slots[:-2], greatest])
 
     def _bin_indices(self, values: Tensor) -> Tensor:

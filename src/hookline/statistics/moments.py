@@ -30,8 +30,8 @@ from hookline.statistics.flat_numbers import (
     check_slots,
     flat_chunks,
     in_memory_order,
-    measurable_parts,
-    signed_extremes,
+    negated_min_and_max,
+    numeric_strided_parts,
     to_real_float,
 )
 
@@ -266,13 +266,15 @@ class MomentsStatistic(SumsAndExtremes):
         """
         check_slots(slots, self.n_slots)
         if torch.compiler.is_compiling() or not is_plain_eager():
-            for part in measurable_parts(value):
+            for part in numeric_strided_parts(value):
                 if part.numel():
                     slots = _add_by_torch(slots, to_real_float(part).reshape(-1))
             return slots
-        for part in (value.detach(),) if _suits_numpy(value) else measurable_parts(value):
+        for part in (
+            (value.detach(),) if _is_numpy_readable(value) else numeric_strided_parts(value)
+        ):
             if part.numel():
-                slots = self._add_part(slots, part)
+                slots = self._add_part_to_slots(slots, part)
         return slots
 
     def result(self, slots: Tensor) -> Moments:
@@ -282,13 +284,15 @@ class MomentsStatistic(SumsAndExtremes):
         counts = int(count), int(non_finite), int(zeros)
         return Moments(*counts, sum1, sum2, sum4, -negated_min, greatest)
 
-    def _add_part(self, slots: Tensor, part: Tensor) -> Tensor:
+    def _add_part_to_slots(self, slots: Tensor, part: Tensor) -> Tensor:
         """Measure a strided tensor, by the fastest form that there is."""
         if not part.is_contiguous():
             part = in_memory_order(part)
-        native = self._meter.native(part.numel()) if part.is_cpu and slots.is_cpu else None
+        native = (
+            self._meter.count_and_compile(part.numel()) if part.is_cpu and slots.is_cpu else None
+        )
         if native is not None and part.dtype in _COMPILED_DTYPES:
-            return _add_native(native, slots, part)
+            return _add_by_c(native, slots, part)
         function = self._find_compiled(part)
         if function is not None:
             if part.is_contiguous() and part.numel() <= LONGEST:
@@ -296,7 +300,7 @@ class MomentsStatistic(SumsAndExtremes):
             for piece in flat_chunks(part):
                 slots = function(slots, piece.contiguous())
             return slots
-        if _suits_numpy(part):
+        if _is_numpy_readable(part):
             return _add_moments(slots, Moments.of(part.numpy()))
         for piece in flat_chunks(part):
             flat = to_real_float(piece)
@@ -312,17 +316,17 @@ class MomentsStatistic(SumsAndExtremes):
         Returns:
             The slots of each tensor; None where the tensors must be measured one by one.
         """
-        if is_plain_eager() and tensors and all(map(may_share_a_batch, tensors)):
+        if is_plain_eager() and tensors and all(map(can_be_batched, tensors)):
             are_in_turn = all(map(is_on_default_stream, {tensor.device for tensor in tensors}))
             return self._measure_on_gpus(tensors) if are_in_turn else None
-        if not is_plain_eager() or not all(map(_suits_numpy, tensors)):
+        if not is_plain_eager() or not all(map(_is_numpy_readable, tensors)):
             return None
-        native = self._meter.native(sum(map(Tensor.numel, tensors)))
+        native = self._meter.count_and_compile(sum(map(Tensor.numel, tensors)))
         if native is not None and all(tensor.dtype is torch.float32 for tensor in tensors):
             slots = torch.tensor([_EMPTY] * len(tensors), dtype=torch.float64, device="cpu")
             native.measure_many(tensors, slots)
         elif 0 < self._meter.until_native < math.inf and not _COMPILED.reductions:
-            rows = [_slots_of(Moments.of(tensor.numpy())) for tensor in tensors]
+            rows = [_moments_to_slots(Moments.of(tensor.numpy())) for tensor in tensors]
             slots = torch.tensor(rows, dtype=torch.float64, device="cpu")
         else:
             return None
@@ -334,7 +338,7 @@ class MomentsStatistic(SumsAndExtremes):
         for number, tensor in enumerate(tensors):
             if tensor.numel() > MOST_NUMEL:
                 with torch.autocast(tensor.device.type, enabled=False):
-                    slots[number] = self._add_part(self.start(tensor), tensor)
+                    slots[number] = self._add_part_to_slots(self.start(tensor), tensor)
             else:
                 alike.setdefault((tensor.device, tensor.dtype), {})[number] = tensor
         for group in alike.values():
@@ -347,12 +351,12 @@ class MomentsStatistic(SumsAndExtremes):
         if self._until_compiled == math.inf or numel < 2 or part.dtype not in _COMPILED_DTYPES:
             return None
         if numel < _LARGE_NUMEL:
-            return _COMPILED.find(part, compile=False) if _COMPILED.reductions else None
+            return _COMPILED.find_or_compile(part, compile=False) if _COMPILED.reductions else None
         self._until_compiled -= numel
-        return _COMPILED.find(part, compile=self._until_compiled < 0)
+        return _COMPILED.find_or_compile(part, compile=self._until_compiled < 0)
 
 
-def _suits_numpy(value: Tensor) -> bool:
+def _is_numpy_readable(value: Tensor) -> bool:
     """Tell whether NumPy reads a tensor as it is: a float, contiguous, and not too long."""
     return (
         type(value) in ORDINARY
@@ -367,7 +371,7 @@ def _suits_numpy(value: Tensor) -> bool:
     )
 
 
-def may_share_a_batch(value: Tensor) -> bool:
+def can_be_batched(value: Tensor) -> bool:
     """Tell whether a tensor is on a device where operations cost more than small tensors."""
     return (
         value.device.type not in _NOT_BATCHED
@@ -380,13 +384,13 @@ def may_share_a_batch(value: Tensor) -> bool:
     )
 
 
-def _add_native(native: NativeMoments, slots: Tensor, part: Tensor) -> Tensor:
+def _add_by_c(native: NativeMoments, slots: Tensor, part: Tensor) -> Tensor:
     slots = slots.clone()
     if part.dtype.itemsize >= 4 and part.is_contiguous():
-        native.add(slots, part)
+        native.add_tensor(slots, part)
         return slots
     for piece in flat_chunks(part, _NATIVE_NUMEL):
-        native.add(slots, to_real_float(piece).contiguous())
+        native.add_tensor(slots, to_real_float(piece).contiguous())
     return slots
 
 
@@ -401,7 +405,7 @@ def measure_moments(tensor: Tensor) -> Moments:
         statistic = MomentsStatistic(compile=False)
         return statistic.result(statistic.update(statistic.start(tensor), tensor))
     moments = Moments()
-    for part in measurable_parts(tensor):
+    for part in numeric_strided_parts(tensor):
         for piece in flat_chunks(part):
             moments = moments + Moments.of(to_real_float(piece).numpy())
     return moments
@@ -417,7 +421,7 @@ def _add_moments(slots: Tensor, moments: Moments) -> Tensor:
     return torch.from_numpy(np.array(fields))  # in half the time of torch.tensor
 
 
-def _slots_of(moments: Moments) -> list[float]:
+def _moments_to_slots(moments: Moments) -> list[float]:
     """Return the slots of moments."""
     return [
         moments.count, moments.non_finite, moments.zeros, moments.sum, moments.sum2, moments.sum4,
@@ -442,7 +446,7 @@ def _add_by_torch(slots: Tensor, values: Tensor) -> Tensor:
         (squares * squares).sum(),
     )
     added = torch.stack([total.to(torch.float64) for total in sums])
-    return add_to_slots(slots, added, signed_extremes(values, is_finite))
+    return add_to_slots(slots, added, negated_min_and_max(values, is_finite))
 
 
 _COMPILED = CompiledReduction(_add_by_torch, len(_EMPTY))

@@ -126,13 +126,13 @@ class QuantilesStatistic(BinnedStatistic):
             np.searchsorted(row, rank, "right") for row, rank in zip(totals, ranks, strict=True)
         ]
         places = np.minimum(np.array(bins, np.intp).reshape(ranks.shape), totals.shape[1] - 1)
-        values = np.clip(np.array(self._bin_values)[places], ends[:, :1], ends[:, 1:])
+        values = np.clip(np.array(self._bin_representatives)[places], ends[:, :1], ends[:, 1:])
         values = np.where(ranks == counts - 1, ends[:, 1:], values)
         values = np.where(ranks == 0, ends[:, :1], values)
         return counts[:, 0], np.where(counts > 0, values, math.nan)
 
     @functools.cached_property
-    def _bin_values(self) -> list[float]:
+    def _bin_representatives(self) -> list[float]:
         """Return the number that stands for each bin: the relative error is that of both edges."""
         edges = self.edges()
         upper = [0.0, *(2 * a * b / (a + b) for a, b in itertools.pairwise(edges[1:-1])), math.nan]

@@ -101,10 +101,10 @@ def _is_floating(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def site_statistics(value: Any) -> Statistics | None:
+def main_tensor_statistics(value: Any) -> Statistics | None:
     """Compute the statistics of a value's main tensor: its first floating one, else its first.
 
-        >>> statistics = site_statistics(torch.tensor([0.0, 1.0, 2.0, float("inf")]))
+        >>> statistics = main_tensor_statistics(torch.tensor([0.0, 1.0, 2.0, float("inf")]))
         >>> statistics.mean, statistics.max, statistics.zeros, statistics.non_finite
         (1.0, 2.0, 0.25, 1)
 
@@ -199,7 +199,7 @@ def histogram_and_statistics(tensor: Tensor, bins: int) -> tuple[Array, Array, S
     Returns:
         The counts, shape `(bins,)`; the edges, shape `(bins + 1,)`; the statistics.
     """
-    statistics = site_statistics(tensor)
+    statistics = main_tensor_statistics(tensor)
     if statistics is None:
         raise InputError("the value has no numbers.")
     low, high = statistics.min, statistics.max

@@ -67,7 +67,7 @@ def moments_of(*values):
     moments = hl.stats.moments(compile=False)
     slots = moments.start(values[0])
     for value in values:
-        slots = moments._add_part(slots, value)
+        slots = moments._add_part_to_slots(slots, value)
     return slots
 
 

@@ -30,7 +30,7 @@ from hookline.engine import (
 from hookline.errors import warn
 from hookline.statistics.finiteness import (
     NonFinite,
-    indices_not_finite,
+    indices_of_non_finite,
     is_measurable,
     non_finite_kinds,
     probe_each,
@@ -159,7 +159,7 @@ def _find_bad_weight(
         if is_measurable(entry[2]) and (with_buffers or entry[0] == "parameter")
     ]  # fmt: skip
     probes = probe_each(tensor for _, _, tensor in entries)
-    for index in indices_not_finite(probes):
+    for index in indices_of_non_finite(probes):
         kind, path, tensor = entries[index]
         if non_finite_kinds(tensor) & ~allowed[kind]:
             return finding_of_tensor(kind, path, tensor, step)

@@ -236,7 +236,7 @@ class ForwardChecks:
     def _judge_run(self, run: CheckedRun) -> CheckFinding | None:
         """Find who made a value that is not finite in a run; None if all is well."""
         self._has_measured = self._has_measured or any(not n.is_meta for _, n, _ in run.sums)
-        bad = finiteness.indices_not_finite([number for _, number, _ in run.sums])
+        bad = finiteness.indices_of_non_finite([number for _, number, _ in run.sums])
         run.is_output_finite = all(self._output_at_sum(run, k).site.path for k in bad)
         suspects = [k for k in bad if not self._output_at_sum(run, k).is_excused]
         if not suspects:
@@ -319,7 +319,7 @@ class ForwardChecks:
             # It has vanished, or a sum has overflowed.
             exact = [k for k in suspects if run.sums[k][2] not in (probe_sum, None)]
         for k in suspects:
-            self._output_at_sum(run, k).measure = finiteness.probe_beside_masks
+            self._output_at_sum(run, k).measure = finiteness.probe_except_negative_infinity
         inner = [k for k in exact if self._output_at_sum(run, k).site.path]
         for k in inner:
             self._output_at_sum(run, k).is_excused = True
@@ -342,7 +342,7 @@ class ForwardChecks:
         node = next((candidate for candidate in nodes if candidate.path == site.path), None)
         parameters = [] if node is None else node.module.named_parameters(recurse=False)
         passed = [path_text(self._output_at_sum(run, k).site.path) for k in suspects if k > index]
-        output = [] if site.path else finiteness.measurable_in(run.output)
+        output = [] if site.path else finiteness.find_measurable_tensors(run.output)
         counts = [finiteness.count_nan_and_inf(tensor) for tensor in output]
         return CheckFinding(
             "forward", site.path, site.module_type, call, run.step,
@@ -382,12 +382,12 @@ def _unexplained_difference(replay: Replay, run: CheckedRun, origins: list[Origi
 
 def _non_finite_kinds(output: Any) -> NonFinite | None:
     """Return the kinds of numbers in an output that are not finite; None if it has no numbers."""
-    tensors = finiteness.measurable_in(output)
+    tensors = finiteness.find_measurable_tensors(output)
     return finiteness.union_of_kinds(map(non_finite_kinds, tensors)) if tensors else None
 
 
 def _measure_for_expected_kinds(meant: NonFinite) -> Measure:
     """Return the measure for a site where these kinds are meant; without any, its sum overflows."""
     if meant is NonFinite.MINUS_INF:
-        return finiteness.probe_beside_masks
+        return finiteness.probe_except_negative_infinity
     return finiteness.probe_nan if meant else finiteness.probe_extremes

@@ -35,8 +35,8 @@ from hookline.statistics.finiteness import (
     count_nan_and_inf,
     is_measurable,
     is_readable,
+    measure_local_moments,
     non_finite_kinds,
-    plain_moments,
     union_of_kinds,
 )
 from hookline.verbs.check.finding import (
@@ -324,7 +324,7 @@ def measure(name: str, tensor: Tensor) -> MeasuredTensor:
     """Measure a tensor."""
     dtype = name_without_torch(tensor.dtype)
     can_measure = is_readable if tensor.dtype in _INTEGERS else is_measurable
-    numbers = plain_moments(tensor) if can_measure(tensor) else None
+    numbers = measure_local_moments(tensor) if can_measure(tensor) else None
     return MeasuredTensor(name, tuple(tensor.shape), dtype, numbers)
 
 

@@ -13,7 +13,7 @@ from hookline.engine import Site
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError, warn
 from hookline.statistics.channel_dim import channel_dim
-from hookline.statistics.finiteness import is_measurable, local_numbers
+from hookline.statistics.finiteness import detach_local_numbers, is_measurable
 from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.verbs.check.finding import CheckFinding
 
@@ -85,7 +85,9 @@ class TraitReader:
         # The first dimension is the batch's: the last batch may be smaller.
         kinds = tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors if self._has_kinds)
         parts = [
-            local_numbers(tensor) for tensor in tensors if is_measurable(tensor) and tensor.numel()
+            detach_local_numbers(tensor)
+            for tensor in tensors
+            if is_measurable(tensor) and tensor.numel()
         ]
         if not parts or parts[0].is_complex():
             return Traits(kinds, None, None)

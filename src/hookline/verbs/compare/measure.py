@@ -17,7 +17,7 @@ from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.statistics.difference import Difference, difference, difference_of_blocks
-from hookline.statistics.finiteness import local_numbers
+from hookline.statistics.finiteness import detach_local_numbers
 from hookline.stores import Column
 from hookline.verbs.compare.common_items import RowsOfItems
 from hookline.verbs.compare.read_sides import StepNumbers
@@ -125,7 +125,7 @@ def _is_all_nan(tensor: Tensor) -> bool:
     """Tell whether all elements of a tensor are NaN: then nothing was compared."""
     if not tensor.is_floating_point() or not tensor.numel():
         return False
-    plain = local_numbers(tensor).flatten()
+    plain = detach_local_numbers(tensor).flatten()
     return bool(plain[:1].isnan().all()) and bool(plain.isnan().all())  # the first says no at once
 
 

@@ -25,7 +25,7 @@ from hookline.statistics.batched_moments import (
     await_default_stream,
     is_on_default_stream,
 )
-from hookline.statistics.moments import MomentsStatistic, may_share_a_batch
+from hookline.statistics.moments import MomentsStatistic, can_be_batched
 from hookline.util.fork_safe_lock import fork_safe_lock
 
 # Which ranks count where numbers of ranks are merged: all, as each sees values of its own; the
@@ -394,7 +394,7 @@ class Slots:
         There the operations for one value take longer than a copy, and as long as those for many.
         """
         is_alone = len(self.statistics) == 1 and isinstance(self.statistics[0], MomentsStatistic)
-        is_small = value.numel() <= MOST_NUMEL and may_share_a_batch(value)
+        is_small = value.numel() <= MOST_NUMEL and can_be_batched(value)
         return is_alone and is_small and is_on_default_stream(value.device)
 
     def defer(self, site: SiteSlots, value: Tensor) -> None:

@@ -20,7 +20,7 @@ from hookline.engine import (
     path_text,
 )
 from hookline.engine.pytree import tree
-from hookline.statistics.finiteness import Measure, is_measurable, local_numbers, probe_sum
+from hookline.statistics.finiteness import Measure, detach_local_numbers, is_measurable, probe_sum
 from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.verbs.shared.model_state import (
     Buffer,
@@ -238,7 +238,9 @@ def _are_same(first: Tensor, again: Tensor, output: Any, *, is_compiled: bool) -
         return True
     if not (first.isfinite() and again.isfinite()):
         return False
-    parts = [local_numbers(tensor) for _, tensor in tree.tensors(output) if is_measurable(tensor)]
+    parts = [
+        detach_local_numbers(tensor) for _, tensor in tree.tensors(output) if is_measurable(tensor)
+    ]
     size = sum(float(tensor.abs().double().sum()) for tensor in parts)
     is_half = any(tensor.dtype.itemsize <= 2 for tensor in parts)
     return abs(float(again - first)) <= size * (_ROUNDING_OF_HALF if is_half else _ROUNDING)

@@ -22,8 +22,8 @@ from hookline.statistics.value_statistics import (
     Statistics,
     histogram_and_statistics,
     main_tensor,
+    main_tensor_statistics,
     measured_tensors,
-    site_statistics,
 )
 from hookline.views.page.what_to_draw import holds_feature_maps
 
@@ -167,7 +167,7 @@ def measure_part(entry: ValueEntry, leaf: str, within: ValueEntry) -> ValueEntry
         RuntimeError, TypeError: torch cannot read its numbers.
     """
     tensor = read_tensor(entry, leaf, within)
-    statistics = site_statistics(tensor)
+    statistics = main_tensor_statistics(tensor)
     return replace(
         _with_main(entry, tensor),
         shape=describe.shape(tensor),

@@ -25,7 +25,7 @@ from hookline.recordings.figure_values import (
     skipped_text,
     values_to_draw,
 )
-from hookline.statistics.value_statistics import Array, Statistics, site_statistics
+from hookline.statistics.value_statistics import Array, Statistics, main_tensor_statistics
 from hookline.views.pixels import colour_scale
 from hookline.views.plots.figure_sheet import (
     BLUE,
@@ -140,7 +140,7 @@ def _kind_text(headings: dict[str, str]) -> str:
 
 def _draw_over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
     values, skipped = values_to_draw(source, sites)
-    measured = [site_statistics(value.tensor) for value in values]
+    measured = [main_tensor_statistics(value.tensor) for value in values]
     headings = _headings(names, measured)
     order = "as they fired, the first at the top" if sites is None else "as they were named"
     bad = np.array([bool(statistics and statistics.non_finite) for statistics in measured])
@@ -223,7 +223,7 @@ def _measure_sites(
             if isinstance(value, SkippedValue):
                 skipped.setdefault(key, value)
                 continue
-            measured = by_site.setdefault(key, {})[k] = site_statistics(value.tensor)
+            measured = by_site.setdefault(key, {})[k] = main_tensor_statistics(value.tensor)
             if bad is None and measured is not None and measured.non_finite:
                 bad = record.number, key
     for key in keys or ():
