@@ -8,7 +8,7 @@ import pytest
 from hookline.data import load_input
 from hookline.errors import InputError, ModelError
 from hookline.models import load_model
-from hookline.models.packages import import_package, in_short, is_reachable
+from hookline.models.packages import error_in_short, import_package, is_reachable
 from warm import run_python
 
 
@@ -57,9 +57,9 @@ def test_a_server_that_nobody_answers_for_is_not_reachable():
 
 
 def test_an_error_is_said_in_its_first_sentence():
-    assert in_short(ValueError("one. Two.\nthree")) == "ValueError: one"
-    assert in_short(EOFError()) == "EOFError"
-    assert len(in_short(ValueError("word " * 1000))) < 200
+    assert error_in_short(ValueError("one. Two.\nthree")) == "ValueError: one"
+    assert error_in_short(EOFError()) == "EOFError"
+    assert len(error_in_short(ValueError("word " * 1000))) < 200
 
 
 def printed_by(code: str) -> str:

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 import hookline as hl
-from hookline.models.preprocessing import guess_preprocess, in_mode
+from hookline.models.preprocessing import accept_any_mode, guess_preprocess
 
 
 def as_tensor(picture):
@@ -26,7 +26,9 @@ def test_the_guess_takes_pictures_of_any_size(size):
 
 
 @pytest.mark.parametrize("order", ["<u2", ">u2"])
-@pytest.mark.parametrize("prepare", [guess_preprocess, in_mode(as_tensor), in_mode(as_tensor, "L")])
+@pytest.mark.parametrize(
+    "prepare", [guess_preprocess, accept_any_mode(as_tensor), accept_any_mode(as_tensor, "L")]
+)
 def test_a_picture_of_16_bits_is_that_of_8(prepare, order, tmp_path):
     levels = np.tile(np.arange(256), (256, 1))
     Image.fromarray(levels.astype("u1")).save(tmp_path / "8.tif")

@@ -16,8 +16,8 @@ from torch import nn
 
 from hookline.data.arrays import ArrayInFile, ArrayRows
 from hookline.errors import InputError
-from hookline.models.checkpoints import read_tensors
-from hookline.models.packages import in_short
+from hookline.models.checkpoints import read_tensor_file
+from hookline.models.packages import error_in_short
 
 OF_NUMPY = (".npy", ".npz")
 SUFFIXES = (*OF_NUMPY, ".pt", ".safetensors")
@@ -41,9 +41,9 @@ def open_arrays(path: Path) -> Any:
     """
     suffix = path.suffix.lower()
     if suffix == ".npy":
-        with _npy_errors(path), path.open("rb") as file:
+        with _convert_npy_errors(path), path.open("rb") as file:
             return ArrayRows(_locate_array(path, file))
-    content = _npz_members(path) if suffix == ".npz" else read_tensors(path, InputError)
+    content = _npz_members(path) if suffix == ".npz" else read_tensor_file(path, InputError)
     is_lone = suffix in (".npz", ".safetensors") and len(content) == 1
     return next(iter(content.values())) if is_lone else content
 
@@ -70,24 +70,24 @@ def open_and_cast_arrays(path: Path, model: nn.Module) -> tuple[Any, bool]:
 
 def _float64_as_float32(value: Any) -> Any:
     if isinstance(value, ArrayRows) and np.dtype(value.dtype).newbyteorder("=") == np.float64:
-        return value.converted(torch.float32)
+        return value.to_dtype(torch.float32)
     return value
 
 
 @contextmanager
-def _npy_errors(path: Path) -> Iterator[None]:
+def _convert_npy_errors(path: Path) -> Iterator[None]:
     """Tell what to do where a file of NumPy cannot be read."""
     try:
         yield
     except Exception as error:  # readers of broken files raise errors without a common base
         raise InputError(
-            f"{path} must be a file that np.save or np.savez wrote, got {in_short(error)}."
+            f"{path} must be a file that np.save or np.savez wrote, got {error_in_short(error)}."
             "\nWrite it anew, as numbers: np.save(FILE, array.astype('float32'))."
         ) from error
 
 
 def _npz_members(path: Path) -> dict[str, ArrayRows]:
-    with _npy_errors(path), path.open("rb") as file, zipfile.ZipFile(file) as archive:
+    with _convert_npy_errors(path), path.open("rb") as file, zipfile.ZipFile(file) as archive:
         return {
             info.filename.removesuffix(_ENDING): ArrayRows(_npz_member(path, file, archive, info))
             for info in archive.infolist()
@@ -159,6 +159,6 @@ class CompressedArray:
 
     def __getitem__(self, index: Any) -> Any:
         if self._array is None:
-            with _npy_errors(self.path), np.load(self.path, allow_pickle=False) as archive:
+            with _convert_npy_errors(self.path), np.load(self.path, allow_pickle=False) as archive:
                 self._array = archive[self.key]
         return self._array[index]

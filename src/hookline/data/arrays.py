@@ -93,7 +93,7 @@ class ArrayRows:
         self._to = to
         self._memory = BufferPool()
 
-    def converted(self, to: torch.dtype) -> ArrayRows:
+    def to_dtype(self, to: torch.dtype) -> ArrayRows:
         """Return the same rows in another dtype, as they are read."""
         return ArrayRows(self._array if self._part is None else self._part, to)
 

@@ -75,7 +75,7 @@ def find_tokens(given: BatchAndInputs, mask: MaskOption) -> Tokens | None:
             f" got {describe.in_words(marks)}.\nLook at what it gives for one batch."
         )
     decoder = _decoder_key(given)
-    ids = _token_ids(given, _ids_key(mask, decoder), marks)
+    ids = _find_token_ids(given, _ids_key(mask, decoder), marks)
     if marks.ndim == 1:
         if marks.is_floating_point() or marks.dtype is torch.bool:
             raise _no_mask_error(value)
@@ -169,7 +169,7 @@ def _check_mask(mask: Tensor, ids: Tensor | None) -> None:
         )
 
 
-def _token_ids(given: BatchAndInputs, key: str | None, marks: Tensor) -> Tensor | None:
+def _find_token_ids(given: BatchAndInputs, key: str | None, marks: Tensor) -> Tensor | None:
     """Return the ids of tokens, or None: by their key, or inputs that are integers themselves."""
     if key is None:
         return None

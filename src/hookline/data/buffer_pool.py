@@ -42,13 +42,13 @@ class BufferPool:
         is_plain = tensor.is_contiguous() and tensor.dtype in DTYPE_NAMES
         if n_bytes < REUSED_BYTES or not is_plain:
             return torch.empty_like(tensor)
-        block = self._block(n_bytes)
+        block = self._reuse_or_allocate(n_bytes)
         part = block[:n_bytes]
         # torch refers to the array as long as anything has its memory.
         weakref.finalize(part, self._free.append, block).atexit = False
         return torch.from_numpy(part).view(tensor.dtype).view(tensor.shape)
 
-    def _block(self, n_bytes: int) -> NDArray[np.uint8]:
+    def _reuse_or_allocate(self, n_bytes: int) -> NDArray[np.uint8]:
         """Return a block that nothing refers to, and that has at least so many bytes."""
         try:
             block = self._free.pop()  # atomic: no other thread gets it

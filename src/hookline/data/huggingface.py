@@ -16,7 +16,7 @@ from hookline.data.indexed_source import SingleItems
 from hookline.data.texts import KEY, text_or_skip
 from hookline.display.text import listed
 from hookline.errors import InputError
-from hookline.models.packages import import_package, in_short
+from hookline.models.packages import error_in_short, import_package
 from hookline.util.local_paths import is_file
 from hookline.util.optional_imports import module_if_imported
 
@@ -67,7 +67,7 @@ class HuggingFaceItems(SingleItems):
             except Exception as error:  # the readers of broken files raise anything
                 raise InputError(
                     f"{self._path} must be a data set that save_to_disk wrote, got"
-                    f" {in_short(error)}.\nWrite it anew: dataset.save_to_disk(FOLDER)."
+                    f" {error_in_short(error)}.\nWrite it anew: dataset.save_to_disk(FOLDER)."
                 ) from error
         return self._dataset
 
@@ -126,7 +126,7 @@ def is_huggingface(data: Any) -> bool:
     return isinstance(data, datasets.Dataset)
 
 
-def with_tensors(data: Any) -> Any:
+def stream_with_tensors(data: Any) -> Any:
     """Return a stream of the package datasets with tensors for lists; other data as it is."""
     datasets = module_if_imported("datasets")
     is_stream = datasets is not None and isinstance(data, datasets.IterableDataset)
@@ -151,6 +151,6 @@ def _arrow_files(folder: Path) -> list[Path]:
         return [folder / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"{folder / _STATE} must be one that save_to_disk wrote, got {in_short(error)}."
+            f"{folder / _STATE} must be one that save_to_disk wrote, got {error_in_short(error)}."
             "\nWrite the data set anew: dataset.save_to_disk(FOLDER)."
         ) from error

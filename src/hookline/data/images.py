@@ -15,7 +15,7 @@ from hookline.data.indexed_source import DataSetError, SingleItems
 from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.models.loaded_model import Preprocess, describe
-from hookline.models.packages import import_package, in_short
+from hookline.models.packages import error_in_short, import_package
 from hookline.util.local_paths import is_folder, is_special
 
 if TYPE_CHECKING:
@@ -50,7 +50,11 @@ class ImageItems(SingleItems):
     def __init__(self, path: Path, preprocess: Preprocess | None) -> None:
         self.n_others: int
         self._folder = path if is_folder(path) else path.parent
-        sizes, self.n_others = _images(path) if is_folder(path) else ({path.name: _size(path)}, 0)
+        sizes, self.n_others = (
+            _list_images_and_count_others(path)
+            if is_folder(path)
+            else ({path.name: _file_size(path)}, 0)
+        )
         self.names: list[str] = sorted(sizes)
         self._fingerprint = _fingerprint([(name, sizes[name]) for name in self.names])
         self.root: str = f"{self._folder}{os.sep}"
@@ -110,7 +114,7 @@ def open_picture(path: Path) -> Image:
             return upright
     except Exception as error:  # pillow's errors for broken files have no common base
         raise InputError(
-            f"{path} cannot be read as a picture: {in_short(error)}.\n"
+            f"{path} cannot be read as a picture: {error_in_short(error)}.\n"
             "Open it in a viewer and save it again, as .png for instance."
         ) from error
 
@@ -126,7 +130,7 @@ def apply_preprocess(picture: Image, preprocess: Preprocess) -> Tensor:
     return tensor
 
 
-def _images(folder: Path) -> tuple[dict[str, int], int]:
+def _list_images_and_count_others(folder: Path) -> tuple[dict[str, int], int]:
     """Return the pictures below a folder with their sizes, and the number of other files."""
     sizes: dict[str, int] = {}
     n_others = 0
@@ -134,12 +138,13 @@ def _images(folder: Path) -> tuple[dict[str, int], int]:
     try:
         for path in _visible_files(folder):
             if path.lower().endswith(SUFFIXES) and not is_special(path):
-                sizes[path[len(prefix) :].replace(os.sep, "/")] = _size(path)
+                sizes[path[len(prefix) :].replace(os.sep, "/")] = _file_size(path)
             else:
                 n_others += 1
     except OSError as error:
         raise InputError(
-            f"{folder} must be readable, got {in_short(error)}.\nGive a folder that you may read."
+            f"{folder} must be readable, got {error_in_short(error)}."
+            "\nGive a folder that you may read."
         ) from error
     if not sizes:
         raise InputError(
@@ -150,7 +155,7 @@ def _images(folder: Path) -> tuple[dict[str, int], int]:
     return sizes, n_others
 
 
-def _size(path: str | Path) -> int:
+def _file_size(path: str | Path) -> int:
     # A broken link is an item like others: it fails to load.
     return os.stat(path).st_size if os.path.exists(path) else -1
 

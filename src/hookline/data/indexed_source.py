@@ -27,7 +27,7 @@ class DataSetError(InputError):
     """An error of the whole data set, which skipping an item would not mend."""
 
 
-class Skip(NamedTuple):
+class SkipMark(NamedTuple):
     """Stands for an item that cannot be run, such as an empty text: it is left out and listed."""
 
     reason: str  # why, for the list of skipped items
@@ -38,7 +38,7 @@ _FATAL = (MemoryError, torch.OutOfMemoryError, DataSetError)
 
 
 @final
-class Failure:
+class FailedItem:
     """An item that failed to load, and its error. It travels from a worker without the error.
 
     Args:
@@ -81,10 +81,10 @@ class RawBatch:
     number: int  # the number of the batch
     items: list[int]  # the index of each item that was loaded
     data: Any = None  # the items as one value
-    failures: list[Failure] = field(default_factory=list)  # the items that failed
+    failures: list[FailedItem] = field(default_factory=list)  # the items that failed
     # The items that are left out, each with the reason.
     skipped: list[tuple[int, str]] = field(default_factory=list)
-    problem: Failure | None = None  # the error of making one value of items that are well alone
+    problem: FailedItem | None = None  # the error of making one value of items that are well alone
     # The message of an error of the whole data set, from a worker process.
     refusal: str | None = None
 
@@ -156,27 +156,27 @@ class SingleItems(Items):
         except Exception:
             pairs = self._try_each_alone(batch, indices, self._read_alone)
         for index, item in pairs:
-            if isinstance(item, Skip):
+            if isinstance(item, SkipMark):
                 batch.skipped.append((index, item.reason))
             else:
                 batch.items.append(index)
                 values.append(item)
         if values:
-            self._collate(batch, values)
+            self._collate_without_failures(batch, values)
         return batch
 
     def _read_alone(self, index: int) -> Any:
         (item,) = self.read([index])
         return item
 
-    def _collate(self, batch: RawBatch, values: list[Any]) -> None:
+    def _collate_without_failures(self, batch: RawBatch, values: list[Any]) -> None:
         """Make one value of items; leave out those that fail alone, and try the rest again."""
         try:
             batch.data = self.collate(values, batch.items)
         except _FATAL:
             raise
         except Exception as error:
-            problem = Failure(batch.items[0], error, self.root)
+            problem = FailedItem(batch.items[0], error, self.root)
             by_index = dict(zip(batch.items, values, strict=True))
             good = self._try_each_alone(
                 batch, batch.items, lambda index: self.collate([by_index[index]], [index])
@@ -185,7 +185,7 @@ class SingleItems(Items):
             if len(good) == len(values):
                 batch.problem = problem
             elif good:
-                self._collate(batch, [by_index[index] for index in batch.items])
+                self._collate_without_failures(batch, [by_index[index] for index in batch.items])
             else:  # it may be how they are made one value, and not the items
                 for failure in batch.failures[-len(values) :]:
                     failure.fix = failure.fix or self.fix
@@ -201,7 +201,7 @@ class SingleItems(Items):
             except _FATAL:
                 raise
             except Exception as error:
-                batch.failures.append(Failure(index, error, self.root))
+                batch.failures.append(FailedItem(index, error, self.root))
         return pairs
 
 
@@ -295,7 +295,7 @@ class IndexedSource(DataSource):
             **options,
         )
         for loaded in start_iterator(loader):  # no local: a kept traceback would keep the workers
-            yield self._check_loaded(loaded)
+            yield self._to_numbered_batch(loaded)
 
     def _check_numbers(self, numbers: Iterable[int]) -> Iterator[int]:
         n_batches = -(-self.n_items // self.batch_size)
@@ -306,7 +306,7 @@ class IndexedSource(DataSource):
                 )
             yield number
 
-    def _check_loaded(self, loaded: RawBatch) -> NumberedBatch:
+    def _to_numbered_batch(self, loaded: RawBatch) -> NumberedBatch:
         if loaded.refusal is not None:
             raise InputError(loaded.refusal)
         if loaded.failures and self._loading.on_error == "raise":
@@ -320,8 +320,8 @@ class IndexedSource(DataSource):
         skipped = [*loaded.skipped, *((failure.item, failure.text) for failure in loaded.failures)]
         if loaded.problem is not None:
             loaded.problem.raise_as(
-                f"{_span(loaded.items)} must fit together in one batch, got {loaded.problem.text}."
-                f"\n{loaded.problem.fix or self._items.fix}"
+                f"{_item_range_text(loaded.items)} must fit together in one batch, got"
+                f" {loaded.problem.text}.\n{loaded.problem.fix or self._items.fix}"
             )
         if loaded.items:
             _check_first_dimension(loaded, self._items.fix)
@@ -345,7 +345,7 @@ def _as_it_is(loaded: Any) -> Any:
     return loaded
 
 
-def _span(items: Sequence[int]) -> str:
+def _item_range_text(items: Sequence[int]) -> str:
     return f"item {items[0]}" if len(items) == 1 else f"items {items[0]} to {items[-1]}"
 
 
@@ -356,6 +356,6 @@ def _check_first_dimension(loaded: RawBatch, fix: str) -> None:
         fix = "Give tokenize=, such as the tokenizer of the model, which makes tensors of texts."
     if not any(tensor.dim() and tensor.shape[0] == n_items for _, tensor in tensors(loaded.data)):
         raise InputError(
-            f"{_span(loaded.items)} must become a batch with a first dimension of"
+            f"{_item_range_text(loaded.items)} must become a batch with a first dimension of"
             f" {n_items}, got {describe.in_words(loaded.data)}.\n{fix}"
         )

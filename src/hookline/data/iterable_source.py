@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.data.data_source import DataSource, NumberedBatch
-from hookline.data.indexed_source import DataSetError, Failure, Skip, start_iterator
+from hookline.data.indexed_source import DataSetError, FailedItem, SkipMark, start_iterator
 from hookline.data.seeding import seeded
-from hookline.data.texts import text_or_data, text_or_skip
+from hookline.data.texts import text_or_skip, unwrap_text_key
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import tensors
 from hookline.errors import InputError
@@ -114,7 +114,7 @@ class IterableSource(DataSource):
         except DataSetError:
             raise
         except Exception as error:
-            Failure(number, error).raise_as(
+            FailedItem(number, error).raise_as(
                 f"batch {number} must load, got {type(error).__name__} from this"
                 f" {type(self._iterable).__name__}: {error}."
                 "\nGive a Dataset to leave out single items that fail: on_error='skip'."
@@ -130,17 +130,17 @@ class IterableSource(DataSource):
         items = [start + place for place in range(size) if place not in blank]
         return NumberedBatch(number, items, data, skipped)
 
-    def _next_data(self) -> tuple[Any, dict[int, Skip]]:
+    def _next_data(self) -> tuple[Any, dict[int, SkipMark]]:
         """Take the data of the next batch, and the places of blank texts, which it lacks."""
         if self._rest is None:
             self._rest = start_iterator(self._iterable)
         data = next(self._rest)
         if self._tokenize is not None:
-            texts = text_or_data(data)
+            texts = unwrap_text_key(data)
             if isinstance(texts, list | tuple) and _are_texts_or_blank(texts):
                 marked = list(enumerate(map(text_or_skip, texts)))
                 good = [text for _, text in marked if isinstance(text, str)]
-                blank = {place: mark for place, mark in marked if isinstance(mark, Skip)}
+                blank = {place: mark for place, mark in marked if isinstance(mark, SkipMark)}
                 return self._tokenize(good) if good else None, blank
         return data, {}
 

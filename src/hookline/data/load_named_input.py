@@ -92,7 +92,7 @@ def load_input(spec: str, loaded: LoadedModel) -> Batch:
                 "the text must not be empty.\nGive a text, a file or random:SHAPE:int64."
             )
         items = DatasetItems([spec], tokenize=as_tokenizer(loaded.tokenize))
-        return _load_batch(items, f'text "{_shorten(spec)}"')
+        return _load_all_items(items, f'text "{_shorten(spec)}"')
     path = resolve_path(spec, "the input", _path_fix(spec, loaded))
     if path.suffix.lower() in array_files.SUFFIXES and not is_folder(path):
         return _load_arrays(path, loaded.model)
@@ -149,7 +149,7 @@ def _vocabulary_size(model: nn.Module) -> int:
     return embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else _N_IDS
 
 
-def picture_batch(
+def make_picture_batch(
     pixels: Tensor, source: str, loaded: LoadedModel, pictures: tuple[Image, ...] = ()
 ) -> Batch:
     """Return preprocessed pictures as a batch for a model."""
@@ -189,11 +189,11 @@ def _load_path(path: Path, loaded: LoadedModel) -> Batch:
     if isinstance(items, ImageItems) and is_folder(path):
         others_text = f", {plural(items.n_others, 'other file')} left out" if items.n_others else ""
         source = f"{path.resolve().name}/ ({plural(n_items, 'picture')}{others_text})"
-    batch = _load_batch(items, source)
-    return picture_batch(batch.args[0], source, loaded, tuple(pictures)) if pictures else batch
+    batch = _load_all_items(items, source)
+    return make_picture_batch(batch.args[0], source, loaded, tuple(pictures)) if pictures else batch
 
 
-def _load_batch(items: Items, source: str) -> Batch:
+def _load_all_items(items: Items, source: str) -> Batch:
     """Load all items as one batch."""
     loading = LoadOptions(len(items), skip_fix="Mend it, or leave it out.")
     (batch,) = IndexedSource(items, loading).batches([0])
@@ -201,7 +201,7 @@ def _load_batch(items: Items, source: str) -> Batch:
         raise InputError(f"{source} must have at least one text, got none.\nWrite one text a line.")
     if isinstance(items, TextItems):
         source = f"{source} ({plural(len(batch.items), 'text')})"
-    return _describe_batch(batch.data, source)
+    return _to_described_batch(batch.data, source)
 
 
 def _load_arrays(path: Path, model: nn.Module) -> Batch:
@@ -222,12 +222,12 @@ def _load_arrays(path: Path, model: nn.Module) -> Batch:
             f"{path} must hold a tensor, got {describe(values[0]) if values else 'none'}.\n"
             "Save a tensor, a tuple of arguments, or a dict of keyword arguments."
         )
-    batch = _describe_batch(content, path.name)
+    batch = _to_described_batch(content, path.name)
     note = " (float64 in the file)" * is_converted
     return Batch(batch.args, batch.kwargs, batch.description + note)
 
 
-def _describe_batch(data: Any, source: str) -> Batch:
+def _to_described_batch(data: Any, source: str) -> Batch:
     """Return the data of a batch as arguments, with a description of each."""
     if isinstance(data, dict):
         parts = [f"{key} {describe(value)}" for key, value in data.items()]
@@ -290,7 +290,7 @@ def guess_input(loaded: LoadedModel) -> Batch | None:
         return _guess_by_first_layer(loaded)
     image_module = import_package("PIL.Image", loaded.name, InputError)
     picture = image_module.new("RGB", (256, 256), (128, 128, 128))
-    return picture_batch(loaded.preprocess(picture).unsqueeze(0), "a grey picture", loaded)
+    return make_picture_batch(loaded.preprocess(picture).unsqueeze(0), "a grey picture", loaded)
 
 
 def _guess_by_first_layer(loaded: LoadedModel) -> Batch | None:

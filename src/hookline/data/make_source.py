@@ -27,7 +27,7 @@ from hookline.data.huggingface import (
     HuggingFaceItems,
     is_huggingface,
     is_huggingface_folder,
-    with_tensors,
+    stream_with_tensors,
 )
 from hookline.data.indexed_source import IndexedSource, Items
 from hookline.data.iterable_source import IterableSource
@@ -69,7 +69,7 @@ def make_source(data: Any, loading: LoadOptions) -> DataSource:
     if isinstance(data, DataLoader):
         return _loader_source(data, loading)
     if isinstance(data, IterableDataset):
-        data = with_tensors(data)
+        data = stream_with_tensors(data)
         # Its own generator: the default one would draw from the user's.
         loader = DataLoader(data, loading.batch_size or _BATCH_SIZE, generator=torch.Generator())
         return _iterable_source(loader, loading._replace(batch_size=None))
@@ -193,7 +193,7 @@ def _iterable_source(data: Iterable[Any], loading: LoadOptions) -> DataSource:
 
 def _loader_source(loader: DataLoader[Any], loading: LoadOptions) -> DataSource:
     """Return the source of a DataLoader: its data set, with its options."""
-    _check_order(loader)
+    _check_sequential_order(loader)
     if loading.batch_size not in (None, loader.batch_size):
         raise InputError(
             f"batch_size must be the DataLoader's own, {loader.batch_size}, got"
@@ -214,7 +214,7 @@ def _loader_source(loader: DataLoader[Any], loading: LoadOptions) -> DataSource:
     return _item_source(items, loading, options)
 
 
-def _check_order(loader: DataLoader[Any]) -> None:
+def _check_sequential_order(loader: DataLoader[Any]) -> None:
     is_iterable = isinstance(loader.dataset, IterableDataset)
     order: Any = loader.sampler
     if loader.batch_size is None and loader.batch_sampler is not None:

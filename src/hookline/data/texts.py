@@ -15,11 +15,11 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from hookline.data.fingerprints import content_fingerprint
-from hookline.data.indexed_source import DataSetError, SingleItems, Skip
+from hookline.data.indexed_source import DataSetError, SingleItems, SkipMark
 from hookline.display.text import listed
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, warn
-from hookline.models.packages import import_package, in_short
+from hookline.models.packages import error_in_short, import_package
 from hookline.util.optional_imports import module_if_imported
 
 KEY = "text"  # of a line of .jsonl, or the column of a table
@@ -28,7 +28,7 @@ _NEW_LINE = ord("\n")
 _BOM = b"\xef\xbb\xbf"  # some editors of Windows begin a file of UTF-8 with it
 _N_CHECKED = 100  # lines of .jsonl, up to the first that is not blank
 _NO_LIMIT = 10**9  # a tokenizer of transformers without a limit has 1e30 tokens
-_BLANK = Skip("EmptyText: a text must have more than white space")
+_BLANK = SkipMark("EmptyText: a text must have more than white space")
 
 
 class TextItems(SingleItems):
@@ -58,13 +58,13 @@ class TextItems(SingleItems):
         return self._tokenize(values)
 
 
-def text_or_data(data: Any) -> Any:
+def unwrap_text_key(data: Any) -> Any:
     """Return the text, or the list of texts, at the key "text" of an item or batch; else these."""
     texts = data.get(KEY, data) if isinstance(data, Mapping) else data
     return texts if texts is None or isinstance(texts, str | list) else data
 
 
-def text_or_skip(text: Any) -> str | Skip:
+def text_or_skip(text: Any) -> str | SkipMark:
     """Return a text, or the mark of one that cannot be run because it is blank."""
     if text is None or (isinstance(text, str) and not text.strip()):
         return _BLANK
@@ -173,7 +173,8 @@ class FileLines(TextItems):
             self._offsets, self._fingerprint = _index_lines(path)
         except OSError as error:
             raise InputError(
-                f"{path} must be readable, got {in_short(error)}.\nGive a file that you may read."
+                f"{path} must be readable, got {error_in_short(error)}."
+                "\nGive a file that you may read."
             ) from error
         if self._is_json:
             self._check_keys()
@@ -226,8 +227,8 @@ class FileLines(TextItems):
                 return  # this line alone may be broken: loading it says so
             if not isinstance(entry, dict) or KEY not in entry:
                 raise InputError(
-                    f'{self._path} must have objects with the key "{KEY}", got {_keys(entry)} in'
-                    f' line {index + 1}.\nWrite a text a line: {{"{KEY}": "..."}}.'
+                    f'{self._path} must have objects with the key "{KEY}", got {_keys_text(entry)}'
+                    f' in line {index + 1}.\nWrite a text a line: {{"{KEY}": "..."}}.'
                 )
             if line.strip():
                 return
@@ -239,11 +240,11 @@ def _text_of_json_line(line: str) -> Any:
         return None
     entry = json.loads(line)
     if not isinstance(entry, dict) or KEY not in entry:
-        raise ValueError(f'a line must be an object with the key "{KEY}", got {_keys(entry)}')
+        raise ValueError(f'a line must be an object with the key "{KEY}", got {_keys_text(entry)}')
     return entry[KEY]
 
 
-def _keys(entry: Any) -> str:
+def _keys_text(entry: Any) -> str:
     if not isinstance(entry, dict):
         return f"a {type(entry).__name__}"
     keys = ", ".join(map(repr, itertools.islice(entry, 3)))
@@ -289,7 +290,7 @@ class ParquetTexts(TextItems):
                 metadata, schema = file.metadata, file.schema_arrow
         except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors, too
             raise InputError(
-                f"{path} must be a parquet file, got {in_short(error)}."
+                f"{path} must be a parquet file, got {error_in_short(error)}."
                 "\nWrite it anew: pyarrow.parquet.write_table(table, FILE)."
             ) from error
         if KEY not in schema.names:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.errors import HooklineError, ModelError
-from hookline.models.packages import in_short
+from hookline.models.packages import error_in_short
 from hookline.util.local_paths import is_file, printable, why_no_file
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -60,7 +60,7 @@ def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
             f"the checkpoint must end in {', '.join(_TORCH_SUFFIXES)} or .safetensors, got {path}."
             "\nSave it with torch.save, or as .safetensors."
         )
-    content = read_tensors(path, ModelError)
+    content = read_tensor_file(path, ModelError)
     is_state = hasattr(content, "_metadata")
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
@@ -69,16 +69,16 @@ def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(content, dict) or not any(isinstance(v, Tensor) for v in content.values()):
         raise ModelError(
             f"{path} must hold a state dict, or a dict with one under state_dict or model, got "
-            f"{_say_content(content)}.\nSave one: torch.save(model.state_dict(), FILE)."
+            f"{_content_text(content)}.\nSave one: torch.save(model.state_dict(), FILE)."
         )
     named = {str(key): value for key, value in content.items()}
     return ModuleState(named) if is_state else named
 
 
-def read_tensors(path: Path, error_type: type[HooklineError]) -> Any:
+def read_tensor_file(path: Path, error_type: type[HooklineError]) -> Any:
     """Read a `torch.save` or `.safetensors` file onto the CPU, without unpickling.
 
-        >>> read_tensors(Path("x.pt"), InputError).shape
+        >>> read_tensor_file(Path("x.pt"), InputError).shape
         torch.Size([1, 3, 224, 224])
 
     Args:
@@ -99,14 +99,14 @@ def read_tensors(path: Path, error_type: type[HooklineError]) -> Any:
         # torch names the class that it refused; for a file of another format it names none.
         refused = _REFUSED.search(str(error))
         if refused is None:
-            raise error_type(_say_broken(path, "torch.save did not write it")) from error
+            raise error_type(_unreadable_text(path, "torch.save did not write it")) from error
         raise error_type(
             f"{path} needs unpickling ({refused[1]}), which can run any code, so hookline does "
             "not do it.\nIf you trust the file, load it yourself and save only its tensors: "
             "torch.save(model.state_dict(), FILE), or as .safetensors."
         ) from error
     except Exception as error:  # readers of broken files raise errors without a common base
-        raise error_type(_say_broken(path, in_short(error))) from error
+        raise error_type(_unreadable_text(path, error_in_short(error))) from error
 
 
 def load_state_into(model: nn.Module, state: dict[str, Any], name: str, source: str) -> None:
@@ -130,7 +130,7 @@ def load_state_into(model: nn.Module, state: dict[str, Any], name: str, source: 
     if len(expected.keys() & bare.keys()) > len(expected.keys() & state.keys()):
         state = bare
     reshaped = [
-        f"{key}: {_say_shape(state[key])} in the file, {_say_shape(tensor)} in the model"
+        f"{key}: {_shape_text(state[key])} in the file, {_shape_text(tensor)} in the model"
         for key, tensor in expected.items()
         if key in state and _differs_in_shape(tensor, state[key])
     ]
@@ -143,7 +143,7 @@ def load_state_into(model: nn.Module, state: dict[str, Any], name: str, source: 
             # torch knows which keys older files may leave out (num_batches_tracked, ...).
             result = model.load_state_dict(state, strict=False)
         except RuntimeError as error:
-            raise ModelError(f"{source} does not fit {name}: {in_short(error)}") from error
+            raise ModelError(f"{source} does not fit {name}: {error_in_short(error)}") from error
         # A tied parameter has several keys; loading one of them loads the parameter.
         loaded = {id(expected[key]) for key in expected if key in state}
         missing = [key for key in result.missing_keys if id(expected.get(key)) not in loaded]
@@ -181,18 +181,18 @@ def _strip_wrappers(key: str) -> str:
     return key.replace("._orig_mod.", ".")
 
 
-def _say_shape(tensor: Any) -> str:
+def _shape_text(tensor: Any) -> str:
     return "x".join(str(size) for size in tensor.shape) or "scalar"
 
 
-def _say_content(content: Any) -> str:
+def _content_text(content: Any) -> str:
     if isinstance(content, dict):
         keys = ", ".join(str(key) for key in list(content)[:_N_KEYS_NAMED])
         return f"a dict with the keys {keys}" if keys else "an empty dict"
     return f"a {type(content).__name__}"
 
 
-def _say_broken(path: Path, reason: str) -> str:
+def _unreadable_text(path: Path, reason: str) -> str:
     return (
         f"{path} cannot be read as a {path.suffix} file: {reason}.\n"
         "It may be cut short or of another kind: compare its size with the original's, and copy "

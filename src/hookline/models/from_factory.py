@@ -18,7 +18,7 @@ from torch import nn
 
 from hookline.errors import ModelError
 from hookline.models.loaded_model import LoadedModel
-from hookline.models.packages import in_short
+from hookline.models.packages import error_in_short
 from hookline.models.preprocessing import guess_preprocess
 from hookline.util.local_paths import is_file, names_in, printable, why_no_file
 
@@ -48,7 +48,7 @@ def load_file_factory(file: str, factory: str) -> LoadedModel:
         close = difflib.get_close_matches(path.name, files, n=3, cutoff=0.7)
         hint = f"Did you mean {', '.join(close)}?" if close else "Give the path of a Python file."
         raise ModelError(f"the file {printable(path)} {why_no_file(path)}.\n{hint}")
-    with _importable_from(path.resolve().parent):
+    with _first_on_sys_path(path.resolve().parent):
         module = _run_file(path)
         return _call_factory(module, str(file), factory)
 
@@ -69,7 +69,7 @@ def load_module_factory(module_name: str, factory: str) -> LoadedModel:
     Raises:
         ModelError: as for `load_file_factory`.
     """
-    with _importable_from(Path.cwd()):
+    with _first_on_sys_path(Path.cwd()):
         try:
             module = importlib.import_module(module_name)
         except (Exception, SystemExit) as error:
@@ -154,11 +154,11 @@ def _load_error(event: str, error: BaseException, fix: str) -> ModelError:
     place = ""
     if frame is not None and not isinstance(error, SyntaxError):  # its text has file and line
         place = f" ({Path(frame.filename).name}, line {frame.lineno})"
-    return ModelError(f"{event}: {in_short(error)}{place}.\n{fix}")
+    return ModelError(f"{event}: {error_in_short(error)}{place}.\n{fix}")
 
 
 @contextmanager
-def _importable_from(folder: Path) -> Iterator[None]:
+def _first_on_sys_path(folder: Path) -> Iterator[None]:
     """Put a folder first on `sys.path` inside the block, as `python file.py` does."""
     entry = str(folder)
     sys.path.insert(0, entry)

@@ -11,8 +11,14 @@ from torch import nn
 from hookline.errors import ModelError
 from hookline.models.from_torchvision import unknown_model_error
 from hookline.models.loaded_model import LoadedModel
-from hookline.models.packages import RANDOM, cannot_fetch, import_package, in_short, is_reachable
-from hookline.models.preprocessing import in_mode
+from hookline.models.packages import (
+    RANDOM,
+    error_in_short,
+    import_package,
+    is_reachable,
+    unavailable_weights_error,
+)
+from hookline.models.preprocessing import accept_any_mode
 
 # In timm's own order of preference.
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -49,12 +55,12 @@ def load_timm(model_name: str, *, default_weights: bool) -> LoadedModel:
         model = timm.create_model(model_name, pretrained=default_weights)
     except Exception as error:  # errors of the hub, the network and timm have no common base
         if default_weights:
-            raise cannot_fetch(name, in_short(error)) from error
-        raise ModelError(f"{name} cannot be built: {in_short(error)}.") from error
+            raise unavailable_weights_error(name, error_in_short(error)) from error
+        raise ModelError(f"{name} cannot be built: {error_in_short(error)}.") from error
     config = timm.data.resolve_model_data_config(model)
     mode = "L" if config["input_size"][0] == 1 else "RGB"
-    preprocess = in_mode(timm.data.create_transform(**config), mode)
-    return LoadedModel(name, model, preprocess, None, _labels(timm, model))
+    preprocess = accept_any_mode(timm.data.create_transform(**config), mode)
+    return LoadedModel(name, model, preprocess, None, _class_labels(timm, model))
 
 
 def _check_weights_reachable(timm: Any, model_name: str, name: str) -> None:
@@ -69,13 +75,13 @@ def _check_weights_reachable(timm: Any, model_name: str, name: str) -> None:
         if any(isinstance(hub.try_to_load_from_cache(repository, file), str) for file in files):
             return
         if hub.constants.HF_HUB_OFFLINE:
-            raise cannot_fetch(name, f"{repository} is not cached: HF_HUB_OFFLINE")
+            raise unavailable_weights_error(name, f"{repository} is not cached: HF_HUB_OFFLINE")
         if not is_reachable(hub.constants.ENDPOINT):
-            raise cannot_fetch(name, f"no connection to {hub.constants.ENDPOINT}")
+            raise unavailable_weights_error(name, f"no connection to {hub.constants.ENDPOINT}")
     elif url:
         cached = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
         if not cached.is_file() and not is_reachable(url):
-            raise cannot_fetch(name, f"no connection to {url}")
+            raise unavailable_weights_error(name, f"no connection to {url}")
     else:
         tags = ", ".join(timm.list_pretrained(f"{model_name}.*")[:3])
         raise ModelError(
@@ -84,7 +90,7 @@ def _check_weights_reachable(timm: Any, model_name: str, name: str) -> None:
         )
 
 
-def _labels(timm: Any, model: nn.Module) -> tuple[str, ...] | None:
+def _class_labels(timm: Any, model: nn.Module) -> tuple[str, ...] | None:
     config: Any = getattr(model, "pretrained_cfg", {})
     n_classes = getattr(model, "num_classes", None)
     labels = config.get("label_names")

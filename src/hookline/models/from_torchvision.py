@@ -11,10 +11,16 @@ from typing import Any
 import torch
 
 from hookline.errors import ModelError
-from hookline.models.checkpoints import read_tensors
+from hookline.models.checkpoints import read_tensor_file
 from hookline.models.loaded_model import LoadedModel, Preprocess
-from hookline.models.packages import RANDOM, cannot_fetch, import_package, in_short, is_reachable
-from hookline.models.preprocessing import in_mode
+from hookline.models.packages import (
+    RANDOM,
+    error_in_short,
+    import_package,
+    is_reachable,
+    unavailable_weights_error,
+)
+from hookline.models.preprocessing import accept_any_mode
 
 
 def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
@@ -48,13 +54,13 @@ def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
         )
     options: dict[str, Any] = {}
     if default_weights:
-        _fetch_safely(weights, name)
+        _download_tensors_only(weights, name)
     # Detectors and segmenters download a pretrained backbone by default.
     elif "weights_backbone" in inspect.signature(models.get_model_builder(model_name)).parameters:
         options["weights_backbone"] = None
     model = models.get_model(model_name, weights=weights if default_weights else None, **options)
     labels = weights.meta.get("categories") if weights else None
-    preprocess: Preprocess | None = in_mode(weights.transforms()) if weights else None
+    preprocess: Preprocess | None = accept_any_mode(weights.transforms()) if weights else None
     return LoadedModel(name, model, preprocess, None, tuple(labels) if labels else None)
 
 
@@ -70,7 +76,7 @@ def unknown_model_error(name: str, names: list[str], listing: str) -> ModelError
     return ModelError(f"{library} has no model {short!r}.\n{hint}")
 
 
-def _fetch_safely(weights: Any, name: str) -> None:
+def _download_tensors_only(weights: Any, name: str) -> None:
     """Download a checkpoint into torch's cache, and check that it holds nothing but tensors.
 
     torchvision then reads the file with an unpickler that can execute code. The check reads it
@@ -79,11 +85,11 @@ def _fetch_safely(weights: Any, name: str) -> None:
     path = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rpartition("/")[2]
     if not path.is_file():
         if not is_reachable(weights.url):
-            raise cannot_fetch(name, f"no connection to {weights.url}")
+            raise unavailable_weights_error(name, f"no connection to {weights.url}")
         path.parent.mkdir(parents=True, exist_ok=True)
         digest = path.stem.rpartition("-")[2]
         try:
             torch.hub.download_url_to_file(weights.url, str(path), hash_prefix=digest)
         except (urllib.error.URLError, OSError, RuntimeError) as error:
-            raise cannot_fetch(name, in_short(error)) from error
-    read_tensors(path, ModelError)
+            raise unavailable_weights_error(name, error_in_short(error)) from error
+    read_tensor_file(path, ModelError)

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from hookline.errors import InputError, ModelError
 from hookline.models.loaded_model import LoadedModel, Preprocess, Tokenize
-from hookline.models.packages import RANDOM, cannot_fetch, import_package, in_short, is_reachable
+from hookline.models.packages import (
+    RANDOM,
+    error_in_short,
+    import_package,
+    is_reachable,
+    unavailable_weights_error,
+)
 from hookline.util.local_paths import is_file, is_folder, printable
 
 if TYPE_CHECKING:
@@ -70,9 +76,9 @@ def load_transformers(place: str, *, default_weights: bool) -> LoadedModel:
             model = model_class(config)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
         if isinstance(error, OSError) and not is_local:
-            raise cannot_fetch(name, in_short(error)) from error
+            raise unavailable_weights_error(name, error_in_short(error)) from error
         raise ModelError(
-            f"{name} cannot be built as {model_class.__name__}: {in_short(error)}.\n"
+            f"{name} cannot be built as {model_class.__name__}: {error_in_short(error)}.\n"
             "Its config.json and its weights must be those of one model."
         ) from error
     return LoadedModel(
@@ -80,7 +86,7 @@ def load_transformers(place: str, *, default_weights: bool) -> LoadedModel:
         model,
         _load_preprocess(transformers, place, options),
         _load_tokenize(transformers, place, name, config, options),
-        _labels(config),
+        _class_labels(config),
     )
 
 
@@ -112,13 +118,13 @@ def _load_config(transformers: Any, place: str, name: str, options: dict[str, An
     except OSError as error:
         if is_folder(place):
             raise ModelError(
-                f"{name}: its config.json cannot be read: {in_short(error)}."
+                f"{name}: its config.json cannot be read: {error_in_short(error)}."
             ) from error
         if not options["local_files_only"]:
             raise ModelError(
                 f"{name}: the hub does not know this model, or you may not read it: "
-                f"{in_short(error)}.\nLook the name up on the hub. If the model is gated, log in "
-                "first with `hf auth login`."
+                f"{error_in_short(error)}.\nLook the name up on the hub. If the model is gated, log"
+                " in first with `hf auth login`."
             ) from error
         raise ModelError(
             f"{name}: a folder of that name does not exist, the hub cannot be reached, and the "
@@ -133,7 +139,7 @@ def _load_config(transformers: Any, place: str, name: str, options: dict[str, An
             ) from error
         raise ModelError(
             f"{name}: this release of transformers does not know its model_type: "
-            f"{in_short(error)}.\nInstall the newest one: pip install -U transformers"
+            f"{error_in_short(error)}.\nInstall the newest one: pip install -U transformers"
         ) from error
 
 
@@ -163,7 +169,7 @@ def _check_has_safetensors(folder: Path, place: str, name: str, options: dict[st
     try:
         has_weights = any(hub.file_exists(place, file) for file in files)
     except Exception as error:  # errors of the hub's client have no stable common base
-        raise cannot_fetch(name, in_short(error)) from error
+        raise unavailable_weights_error(name, error_in_short(error)) from error
     if not has_weights:
         raise ModelError(
             f"{name} has no weights as .safetensors on the hub, the only kind read from there.\n"
@@ -225,7 +231,7 @@ def _tokenize(tokenizer: Any, name: str, start: int | None, texts: list[str]) ->
     return tokens
 
 
-def _labels(config: Any) -> tuple[str, ...] | None:
+def _class_labels(config: Any) -> tuple[str, ...] | None:
     names: dict[int, str] = getattr(config, "id2label", None) or {}
     # transformers fills in LABEL_0, LABEL_1, ... for classes without names.
     if not names or all(re.fullmatch(r"LABEL_\d+", str(label)) for label in names.values()):

@@ -59,7 +59,7 @@ class LoadedModel:
         parts = [
             f"{type(self.model).__name__} of {plural(n_parameters, 'parameter')}",
             *([f"takes {' and '.join(takes)}"] if takes else []),
-            *([_labels(self.labels)] if self.labels else []),
+            *([_labels_text(self.labels)] if self.labels else []),
         ]
         return escape_invisible(f"{type(self).__name__} {self.name!r}: {', '.join(parts)}")
 
@@ -87,7 +87,7 @@ class Batch:
     images: tuple[Image, ...] = ()
 
 
-def _labels(labels: tuple[str, ...]) -> str:
+def _labels_text(labels: tuple[str, ...]) -> str:
     return f"{plural(len(labels), 'label')} ({listed([*map(repr, labels)], _N_LABELS_SHOWN)})"
 
 

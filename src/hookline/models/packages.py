@@ -57,16 +57,16 @@ def import_package(
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name not in (root, package):
-            raise error_type(_broken_import(root, needed_by, error)) from error
+            raise error_type(_broken_import_text(root, needed_by, error)) from error
         raise error_type(
             f"{needed_by} needs the package {'pillow' if root == 'PIL' else root}, which is"
             f" not installed.\n{_install_hint(root)}"
         ) from error
     except (ImportError, RuntimeError, OSError) as error:
-        raise error_type(_broken_import(root, needed_by, error)) from error
+        raise error_type(_broken_import_text(root, needed_by, error)) from error
 
 
-def in_short(error: BaseException) -> str:
+def error_in_short(error: BaseException) -> str:
     """Format an error as its type and first sentence, at most 160 characters, no full stop."""
     lines = str(error).strip().splitlines()
     text = lines[0].partition(". ")[0].strip().rstrip(".:") if lines else ""
@@ -103,7 +103,7 @@ def is_reachable(url: str) -> bool:
         return False
 
 
-def cannot_fetch(name: str, reason: str) -> ModelError:
+def unavailable_weights_error(name: str, reason: str) -> ModelError:
     """Return the error for weights that cannot be downloaded."""
     return ModelError(
         f"{name}: its weights cannot be fetched ({reason}).\n"
@@ -118,10 +118,10 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _broken_import(package: str, needed_by: str, error: BaseException) -> str:
+def _broken_import_text(package: str, needed_by: str, error: BaseException) -> str:
     return (
         f"{needed_by} needs the package {package}, which is installed but cannot be imported:\n"
-        f"{in_short(error)}\n{_install_hint(package, '--force-reinstall')}"
+        f"{error_in_short(error)}\n{_install_hint(package, '--force-reinstall')}"
     )
 
 

@@ -19,10 +19,10 @@ _IMAGENET_MEAN = np.array([0.485, 0.456, 0.406], dtype=np.float32)
 _IMAGENET_STD = np.array([0.229, 0.224, 0.225], dtype=np.float32)
 
 
-def in_mode(transform: Preprocess, mode: str = "RGB") -> Preprocess:
+def accept_any_mode(transform: Preprocess, mode: str = "RGB") -> Preprocess:
     """Wrap a transform so that it takes pictures of any mode (grey, with alpha, ...).
 
-        >>> in_mode(ResNet18_Weights.DEFAULT.transforms())(Image.new("L", (300, 300))).shape
+        >>> accept_any_mode(ResNet18_Weights.DEFAULT.transforms())(Image.new("L", (300, 300))).shape
         torch.Size([3, 224, 224])
 
     Args:

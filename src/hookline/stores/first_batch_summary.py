@@ -117,8 +117,8 @@ def _summarize_column(tensor: Tensor) -> dict[str, Any]:
         "dtype": DTYPE_NAMES[tensor.dtype],
         "digest": digest.hexdigest(),
         "not_finite": n_not_finite,
-        "norm": _round_to_digits(math.sqrt(square), n_digits),
-        "sums": [_round_to_digits(number, n_digits) for number in sums],
+        "norm": _round_to_significant_digits(math.sqrt(square), n_digits),
+        "sums": [_round_to_significant_digits(number, n_digits) for number in sums],
     }
 
 
@@ -148,7 +148,7 @@ def _sum_of_squares(rows: NDArray[Any]) -> float:
     return float(np.einsum("ij,ij->", rows, rows, dtype=np.float64))
 
 
-def _round_to_digits(number: float, n_digits: int) -> float:
+def _round_to_significant_digits(number: float, n_digits: int) -> float:
     return float(f"{number:.{n_digits}g}")
 
 

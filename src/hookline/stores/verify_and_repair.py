@@ -131,13 +131,13 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
     place = as_place(where)
     # The lock would leave a file in a folder that holds something else.
     if not any(name == MANIFEST or shard_number(name) is not None for name in place.names()):
-        raise _nothing_whole_error(place)
+        raise _no_whole_shard_error(place)
     _read_manifest_and_damage(place)  # refuses what something else has written
     with locked(place):
         manifest, _ = _read_manifest_and_damage(place)
         shards, damaged = _read_shards_and_damage(place, manifest)
         if manifest is None and not shards:
-            raise _nothing_whole_error(place)
+            raise _no_whole_shard_error(place)
         if manifest is None:
             _check_no_gap(place, shards, damaged)
             write_manifest(place, _infer_job(shards).as_json(), {}, shards)
@@ -163,7 +163,7 @@ def _remove_damaged(place: Place, damaged: list[Damage]) -> None:
         place.remove(name)
 
 
-def _nothing_whole_error(place: Place) -> FolderError:
+def _no_whole_shard_error(place: Place) -> FolderError:
     return FolderError(f"{place} is not a store, or no shard of it is whole.\nExtract it again.")
 
 
