@@ -10,7 +10,7 @@ from torch import Tensor
 from hookline.files.folder_or_url import Place, as_place
 from hookline.files.safetensors_file import DTYPES
 from hookline.stores.job_manifest import environment_with_origin, write_manifest
-from hookline.stores.shard_file import Chunk, encode_shard, shard_file_name
+from hookline.stores.shard_file import BatchRows, encode_shard, shard_file_name
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -48,7 +48,7 @@ def write_store(
     for batch, first in enumerate(range(0, n_items, batch_size)):
         stop = min(first + batch_size, n_items)
         rows = slice(offsets[first], offsets[stop]) if lengths is not None else slice(0, 0)
-        chunks.append(Chunk(
+        chunks.append(BatchRows(
             batch, list(items[first:stop]),
             {
                 name: tensor[rows if name in per_token else slice(first, stop)].contiguous()

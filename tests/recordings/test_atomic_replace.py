@@ -299,7 +299,7 @@ def test_a_child_that_was_forked_during_a_save_keeps_no_lock(tmp_path):
             model(torch.ones(2))
         place = atomic_replace.as_recording_place(sys.argv[1])
         read, write = os.pipe()
-        unfinished = atomic_replace.Draft(place).__enter__()
+        unfinished = atomic_replace.RecordingDraft(place).__enter__()
         place.write_new(f"values-{unfinished.token}-00000.safetensors", [b"half"])
         with place.wait_for_lock():
             child = os.fork()

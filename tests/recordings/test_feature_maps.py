@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookline.recordings.feature_maps import Grid, channels_of, class_scores_in, find_grid
+from hookline.recordings.feature_maps import Grid, channel_counts, class_scores_in, find_grid
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_module_of_a_known_class_has_known_channels(shape, module_type, grid, 
     ],
 )
 def test_the_models_channels_tell_what_no_class_does(more, form):
-    channels = channels_of(nn.Sequential(*more))
+    channels = channel_counts(nn.Sequential(*more))
     grid = find_grid(torch.zeros(2, 8, 8, 16), 2, (16, 16), is_named=True, channels=channels)
     assert grid.form == form
 

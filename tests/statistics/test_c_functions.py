@@ -201,8 +201,8 @@ def test_one_element_of_each_width_is_read_in_each_lane(monkeypatch):
 
 def test_values_are_measured_where_they_lie(monkeypatch):
     seen = []
-    rows = c_functions.Rows
-    monkeypatch.setattr(difference, "Rows", lambda a, b: seen.append((a, b)) or rows(a, b))
+    rows = c_functions.RowPair
+    monkeypatch.setattr(difference, "RowPair", lambda a, b: seen.append((a, b)) or rows(a, b))
     a, b = torch.randn(2, 600, 1000).bfloat16()
     by_torch_and_c(monkeypatch, a, b)
     pointers = [tensor.data_ptr() for pair in seen for tensor in pair]
@@ -218,7 +218,7 @@ def test_each_length_of_vectors_gives_the_same_bits(monkeypatch, option):
         pytest.skip(f"has no option {option}")
     for dtype in FLOATS:
         a, b = torch.randn(2, 30, 331).to(dtype)
-        rows = c_functions.Rows(a, b)
+        rows = c_functions.RowPair(a, b)
         assert other.reference_norms(rows) == compile_difference().reference_norms(rows)
         assert other.gaps(rows, 1.0, 1.0) == compile_difference().gaps(rows, 1.0, 1.0)
 

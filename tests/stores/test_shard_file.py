@@ -9,11 +9,11 @@ import torch
 
 import hookline as hl
 from hookline.files.folder_or_url import as_place
-from hookline.stores.shard_file import Chunk, ShardWriter, read_shard, shard_file_name
+from hookline.stores.shard_file import BatchRows, ShardWriter, read_shard, shard_file_name
 
 
 def chunks(number):
-    return [Chunk(number, [number], {"x": torch.full((1, 4), float(number))})]
+    return [BatchRows(number, [number], {"x": torch.full((1, 4), float(number))})]
 
 
 def ready():

@@ -210,7 +210,7 @@ def array_items(data: Any, argument: str = "data") -> ArrayItems:
     return ArrayItems(rows if isinstance(data, Mapping) else tuple(rows.values()), argument)
 
 
-def read_numbers(rows: ArrayRows, name: str, *bounds: int) -> Tensor:
+def read_rows(rows: ArrayRows, name: str, *bounds: int) -> Tensor:
     """Copy rows; all of them without bounds."""
     try:
         return rows.read(*bounds)
@@ -255,7 +255,7 @@ def _check_rows(rows: ArrayRows, name: str) -> None:
             f"{name} must have at least one row, got shape {list(rows.shape)}."
             "\nGive an array whose first dimension counts the items."
         )
-    read_numbers(rows, name, 0, 1)
+    read_rows(rows, name, 0, 1)
 
 
 def _shape_and_fingerprint(rows: ArrayRows) -> dict[str, Any]:

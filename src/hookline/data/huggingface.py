@@ -109,7 +109,7 @@ class HuggingFaceItems(SingleItems):
         return default_collate(values) if self._tokenize is None else self._tokenize(values)
 
 
-def is_huggingface(data: Any) -> bool:
+def is_huggingface_dataset(data: Any) -> bool:
     """Return whether a value is a data set of the package datasets.
 
     Raises:

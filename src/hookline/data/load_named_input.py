@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.data import array_files
-from hookline.data.arrays import ArrayRows, read_numbers
+from hookline.data.arrays import ArrayRows, read_rows
 from hookline.data.data_source import LoadOptions
 from hookline.data.dataset_items import DatasetItems
 from hookline.data.images import ImageItems
@@ -209,7 +209,7 @@ def _load_arrays(path: Path, model: nn.Module) -> Batch:
     content, is_converted = array_files.open_and_cast_arrays(path, model)
 
     def read(value: Any) -> Any:
-        return read_numbers(value, str(path)) if isinstance(value, ArrayRows) else value
+        return read_rows(value, str(path)) if isinstance(value, ArrayRows) else value
 
     if isinstance(content, dict):
         content = {str(key): read(value) for key, value in content.items()}

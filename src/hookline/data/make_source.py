@@ -25,7 +25,7 @@ from hookline.data.data_source import DataSource, LoadOptions, OnError
 from hookline.data.dataset_items import DatasetItems
 from hookline.data.huggingface import (
     HuggingFaceItems,
-    is_huggingface,
+    is_huggingface_dataset,
     is_huggingface_folder,
     stream_with_tensors,
 )
@@ -75,7 +75,7 @@ def make_source(data: Any, loading: LoadOptions) -> DataSource:
         return _iterable_source(loader, loading._replace(batch_size=None))
     if isinstance(data, str | os.PathLike):
         return _item_source(items_of_path(resolve_path(data, "data", _PATH_FIX), loading), loading)
-    if is_huggingface(data):
+    if is_huggingface_dataset(data):
         return _item_source(HuggingFaceItems(data, loading), loading)
     if loading.tokenize is not None and _is_column_of_texts(data):
         data = np.asarray(data).tolist()

@@ -81,7 +81,7 @@ def _check_replaceable(place: Place) -> None:
                 f"the target of a recording must be a folder, got the file {place}."
                 "\nName a new folder."
             )
-        foreign = _foreign_names(place)
+        foreign = _foreign_file_names(place)
     except FolderError:
         raise
     except (OSError, ValueError) as error:
@@ -97,7 +97,7 @@ def _unusable_error(place: Place, error: Exception) -> FolderError:
     return FolderError(f"{place} cannot be used: {first_line(error)}.")
 
 
-def _foreign_names(place: Place) -> list[str]:
+def _foreign_file_names(place: Place) -> list[str]:
     """List the names in a place that do not belong to a recording."""
     names = place.names(hidden=True)
     foreign = [name for name in names if not _OURS.fullmatch(name)]
@@ -116,7 +116,7 @@ def _has_recording_manifest(place: Place) -> bool:
 
 
 @final
-class Draft:
+class RecordingDraft:
     """The files of a recording until a manifest names them; those that none names are removed.
 
     The block begins with a check of the place, and removes what killed writers have left.
@@ -141,7 +141,7 @@ class Draft:
         self._is_committed = False
         self._written: FileState | None = None  # the state of the manifest that was written
 
-    def __enter__(self) -> Draft:
+    def __enter__(self) -> RecordingDraft:
         try:
             self._prepare_folder()
         except BaseException:

@@ -16,7 +16,7 @@ _LAST = frozenset(("Linear", "LayerNorm"))
 Size = tuple[int, int]
 
 
-class Channels(NamedTuple):
+class ChannelCounts(NamedTuple):
     """The numbers of channels that a model's modules return second, and last."""
 
     second: frozenset[int] = frozenset()
@@ -27,7 +27,7 @@ class Channels(NamedTuple):
         return shape[1] in self.second and shape[-1] not in self.last
 
 
-_UNKNOWN = Channels()
+_UNKNOWN = ChannelCounts()
 
 
 class Grid(NamedTuple):
@@ -55,7 +55,7 @@ def find_grid(
     *,
     is_named: bool,
     module_type: str = "",
-    channels: Channels = _UNKNOWN,
+    channels: ChannelCounts = _UNKNOWN,
 ) -> Grid | None:
     """Find the way to read a value as maps of images of this size; None if it holds no maps.
 
@@ -88,7 +88,7 @@ def _find_channel_grid(
     return best if best.height * best.width > 1 and is_read else None
 
 
-def channels_of(model: nn.Module) -> Channels:
+def channel_counts(model: nn.Module) -> ChannelCounts:
     """Return how many channels the modules of a model return, as far as their classes tell."""
     second, last = set(), set()
     for module in model.modules():
@@ -100,7 +100,7 @@ def channels_of(model: nn.Module) -> Channels:
             last.add(module.out_features)
         elif isinstance(module, nn.LayerNorm):
             last.add(module.normalized_shape[-1])
-    return Channels(frozenset(second), frozenset(last))
+    return ChannelCounts(frozenset(second), frozenset(last))
 
 
 def _fits_aspect_ratio(grid: Grid, size: Size) -> bool:

@@ -47,9 +47,15 @@ from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.files.safetensors_file import encode_tensors
 from hookline.files.sealed_json import MANIFEST, seal_json, stored_checksum, verify_seal
 from hookline.files.unreadable_or_damaged import DAMAGE, convert_read_errors
-from hookline.recordings.atomic_replace import RANK, RECORDING, Draft, check_target, resolve_links
+from hookline.recordings.atomic_replace import (
+    RANK,
+    RECORDING,
+    RecordingDraft,
+    check_target,
+    resolve_links,
+)
 from hookline.recordings.encoding import Lost, encode
-from hookline.recordings.log_entries import Contents, Entry, PartialGradients, PassContents
+from hookline.recordings.log_entries import Entry, FolderContents, PartialGradients, PassContents
 from hookline.recordings.stored_values import REMEDY, StoredValue, TensorFiles
 
 _MOST_RUNS = 10**9  # of a key: `fc#pass999999999`
@@ -102,7 +108,7 @@ class _TensorWriter:
         self._pending, self._bytes, self._names, self._alive = [], 0, {}, []
 
 
-def write_recording(folder: str | os.PathLike[str], contents: Contents) -> Path | str:
+def write_recording(folder: str | os.PathLike[str], contents: FolderContents) -> Path | str:
     """Write a recording, replace an older one there, and return the folder's path or URL.
 
     Raises:
@@ -111,7 +117,7 @@ def write_recording(folder: str | os.PathLike[str], contents: Contents) -> Path 
     """
     place = resolve_links(folder)
     try:
-        with Draft(place) as draft:
+        with RecordingDraft(place) as draft:
             draft.commit(write_tensor_files(place, draft.token, contents))
     except FolderError:
         raise
@@ -128,7 +134,7 @@ def place_to_path_or_url(place: Place) -> Path | str:
     return place.folder if isinstance(place, LocalPlace) else str(place)
 
 
-def parse_manifest(place: Place, manifest: Mapping[str, Any]) -> Contents:
+def parse_manifest(place: Place, manifest: Mapping[str, Any]) -> FolderContents:
     """Parse a manifest; the values are read on look-up."""
     try:
         return _parse_contents(place, manifest)
@@ -138,7 +144,7 @@ def parse_manifest(place: Place, manifest: Mapping[str, Any]) -> Contents:
         ) from error
 
 
-def write_tensor_files(place: Place, token: str, contents: Contents) -> bytes:
+def write_tensor_files(place: Place, token: str, contents: FolderContents) -> bytes:
     """Write a recording's tensors to files that no manifest names yet, and return the manifest.
 
     The names of the files have the token in them.
@@ -250,7 +256,7 @@ def _append_loss(lost: list[str], site: str, part: str) -> None:
     lost.append(f"{site}: {part}")
 
 
-def _parse_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
+def _parse_contents(place: Place, manifest: Mapping[str, Any]) -> FolderContents:
     by_text: dict[str, Site] = {}
     for site in map(_read_site, manifest["sites"]):
         text = str(site)
@@ -287,7 +293,7 @@ def _parse_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
     modules = {str(path): str(kind) for path, kind in manifest["modules"]}
     lost = [str(item) for item in manifest["lost"]]
     model = RecordedModel.from_json(manifest.get("identity"))
-    return Contents(report, sites, passes, lost, modules, model)
+    return FolderContents(report, sites, passes, lost, modules, model)
 
 
 def _find_site(text: str, by_text: Mapping[str, Site]) -> Site:
@@ -343,7 +349,7 @@ def write_ranks(
     sites: tuple[Site, ...],
     group: Any,
     timeout: float,
-) -> tuple[Path | str, Contents]:
+) -> tuple[Path | str, FolderContents]:
     """Write this rank's recording into the folder of all ranks. A collective.
 
     `get_contents` returns this rank's recording as plain data, or raises. `sites` are those that
@@ -356,8 +362,8 @@ def write_ranks(
     question = f"run.save({os.fspath(folder)!r})"
     rank_group = _RankGroup(question, group_ranks(group, question), timeout)
     place = resolve_links(folder)
-    draft = Draft(place, leads=dist.get_rank() == rank_group.ranks[0])
-    contents: Contents
+    draft = RecordingDraft(place, leads=dist.get_rank() == rank_group.ranks[0])
+    contents: FolderContents
 
     def begin() -> dict[str, Any]:
         nonlocal contents
@@ -415,7 +421,7 @@ class _RankGroup:
 
 
 def _commit_ranks_manifest(
-    ranks: Sequence[int], draft: Draft, place: Place, sums: list[str]
+    ranks: Sequence[int], draft: RecordingDraft, place: Place, sums: list[str]
 ) -> dict[str, Any]:
     """Write the manifest of all parts, on the first rank."""
     if dist.get_rank() == ranks[0]:
@@ -430,7 +436,7 @@ def _commit_ranks_manifest(
     return {}
 
 
-def _rank_folder_name(rank: int, draft: Draft) -> str:
+def _rank_folder_name(rank: int, draft: RecordingDraft) -> str:
     return f"rank{rank}-{draft.token}"
 
 

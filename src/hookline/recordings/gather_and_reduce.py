@@ -58,7 +58,7 @@ OPS = ("mean", "sum", "max", "min")
 
 @final
 @dataclass(frozen=True)
-class Collective:
+class CollectiveLookup:
     """A look-up that all ranks of a group make together."""
 
     question: str  # the look-up as code, for messages
@@ -148,7 +148,7 @@ def _error_text(error: Exception) -> str:
     return type_and_line(error)
 
 
-def gather_value(collective: Collective, look_up: Callable[[], Any], dim: int | None) -> Any:
+def gather_value(collective: CollectiveLookup, look_up: Callable[[], Any], dim: int | None) -> Any:
     """Gather a value of which each rank has a part. A collective."""
     value, nodes = collective.gather_nodes(look_up, compares_copies=True)
     check_equal_leaves(collective.question, collective.ranks, nodes, "number")
@@ -164,7 +164,7 @@ def gather_value(collective: Collective, look_up: Callable[[], Any], dim: int | 
     return value.rebuild(wholes)
 
 
-def reduce_over_ranks(collective: Collective, look_up: Callable[[], Any], op: str) -> Any:
+def reduce_over_ranks(collective: CollectiveLookup, look_up: Callable[[], Any], op: str) -> Any:
     """Reduce a value over ranks, element by element. A collective."""
     check_op(op)
     value, nodes = collective.gather_nodes(look_up)
@@ -173,7 +173,7 @@ def reduce_over_ranks(collective: Collective, look_up: Callable[[], Any], op: st
     return value.rebuild(tensors, _reduce_numbers(nodes, op))
 
 
-def _all_reduce_tensor(collective: Collective, tensor: Tensor, op: str) -> Tensor:
+def _all_reduce_tensor(collective: CollectiveLookup, tensor: Tensor, op: str) -> Tensor:
     if op in ("max", "min"):  # some backends drop a NaN in a max or min reduction
         n_ranks = dist.get_world_size(collective.group)
         return _reduce_tensors(
@@ -393,7 +393,7 @@ def _check_dim(question: str, plain: list[tuple[Node, ...]], dim: int | None) ->
 
 
 def _all_gather_tensor(
-    collective: Collective, tensor: Tensor, shapes: list[list[int]]
+    collective: CollectiveLookup, tensor: Tensor, shapes: list[list[int]]
 ) -> list[Tensor]:
     """Gather a plain tensor of each rank; their shapes may differ. A collective."""
     tensor = local_part(tensor).detach().resolve_conj().resolve_neg()

@@ -124,7 +124,7 @@ class PassContents(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Contents:
+class FolderContents:
     """The contents of a recording's folder, as plain data."""
 
     report: Report  # the line's report

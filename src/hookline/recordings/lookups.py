@@ -13,7 +13,7 @@ from hookline.engine import TIMEOUT_S, is_dtensor, layout_json
 from hookline.engine.pytree import describe, tree
 from hookline.errors import StructureError
 from hookline.recordings.gather_and_reduce import (
-    Collective,
+    CollectiveLookup,
     gather_value,
     join_by_replica,
     join_saved_ranks,
@@ -203,7 +203,7 @@ class Lookups(Mapping[str, Any]):
             having = [rank._single_value(key, read) for rank in ranks if key in rank]
             values = having if placed else [rank._single_value(key, read) for rank in ranks]
             return join_saved_ranks(values, placed, dim, question)
-        ask = Collective(question, self._log.sites, group, timeout)
+        ask = CollectiveLookup(question, self._log.sites, group, timeout)
         return gather_value(ask, lambda: self._single_value(key, self._log.read_with_dtensors), dim)
 
     def reduced(
@@ -248,7 +248,7 @@ class Lookups(Mapping[str, Any]):
             return reduce_saved_ranks(
                 [rank[key] for rank in ranks], op, question, is_sharded=is_sharded
             )
-        ask = Collective(question, self._log.sites, group, timeout)
+        ask = CollectiveLookup(question, self._log.sites, group, timeout)
         return reduce_over_ranks(
             ask, lambda: self._single_value(key, self._log.read_with_dtensors), op
         )

@@ -12,7 +12,7 @@ from hookline.errors import FolderError
 from hookline.files.folder_or_url import LocalPlace, Place
 from hookline.files.sealed_json import MANIFEST
 from hookline.recordings.folder import parse_manifest, read_manifest, read_rank_checksums
-from hookline.recordings.log_entries import Contents
+from hookline.recordings.log_entries import FolderContents
 from hookline.recordings.pass_record import make_pass
 from hookline.recordings.recording import Recording
 from hookline.recordings.stored_values import REMEDY
@@ -51,7 +51,7 @@ def _check_folder(place: Place) -> None:
         return  # reading it says what is wrong
 
 
-def _open_under_lock(place: Place) -> tuple[Recording, list[Contents]]:
+def _open_under_lock(place: Place) -> tuple[Recording, list[FolderContents]]:
     """Open a place under the lock that keeps writers from replacing the recording."""
     try:
         return _open_unlocked(place)
@@ -68,7 +68,7 @@ def _not_opened_error(place: Place, reason: str) -> FolderError:
     )
 
 
-def _open_unlocked(place: Place) -> tuple[Recording, list[Contents]]:
+def _open_unlocked(place: Place) -> tuple[Recording, list[FolderContents]]:
     """Open a place as it is: return the recording and the contents of each rank's folder."""
     manifest = read_manifest(place)
     if "ranks" in manifest:
@@ -77,7 +77,7 @@ def _open_unlocked(place: Place) -> tuple[Recording, list[Contents]]:
     return _make_recording(contents), [contents]
 
 
-def _make_recording(contents: Contents) -> Recording:
+def _make_recording(contents: FolderContents) -> Recording:
     recording = Recording(contents.sites, contents.report, contents.modules)
     recording.lost = contents.lost
     recording.set_model(contents.model)
@@ -86,7 +86,9 @@ def _make_recording(contents: Contents) -> Recording:
     return recording
 
 
-def _open_ranks(place: Place, manifest: Mapping[str, Any]) -> tuple[Recording, list[Contents]]:
+def _open_ranks(
+    place: Place, manifest: Mapping[str, Any]
+) -> tuple[Recording, list[FolderContents]]:
     parts = []
     for name, expected in read_rank_checksums(place, manifest).items():
         of_rank = read_manifest(place / name)

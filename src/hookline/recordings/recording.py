@@ -41,7 +41,7 @@ from hookline.recordings.gradient_flow import GradientFlow, gradient_flow
 from hookline.recordings.join_passes import cat_passes, stack_passes, suggest_join_code
 from hookline.recordings.judge_passes import findings_html, judge_passes
 from hookline.recordings.key_index import Key, ParsedKey
-from hookline.recordings.log_entries import Contents, Entry, PassContents
+from hookline.recordings.log_entries import Entry, FolderContents, PassContents
 from hookline.recordings.lookups import Lookups
 from hookline.recordings.pass_log import Log, Read, append_in_transform, append_with_copy
 from hookline.recordings.pass_record import PassList, PassRecord, make_pass
@@ -471,14 +471,14 @@ class Recording(Lookups, Result):
         self.lost = contents.lost
         return path
 
-    def _folder_contents(self) -> Contents:
+    def _folder_contents(self) -> FolderContents:
         def checked(entry: Entry) -> Entry:
             self._log.read_local(entry)
             return entry
 
         passes = self._pass_contents(checked)
         report, lost = self.report(), list(self.lost)
-        return Contents(report, self.sites, passes, lost, self.modules, self.model)
+        return FolderContents(report, self.sites, passes, lost, self.modules, self.model)
 
     def _pass_contents(self, keep: Callable[[Entry], Entry]) -> list[PassContents]:
         return [
@@ -506,7 +506,7 @@ class Recording(Lookups, Result):
         """
         for rank in self.ranks:
             rank.release()
-        stored = _first_stored(self)  # all lie in one folder
+        stored = _first_stored_value(self)  # all lie in one folder
         if stored is not None:
             stored.release()
 
@@ -636,12 +636,12 @@ def living_model(recording: Recording) -> nn.Module | None:
     return reference() if callable(reference) else None
 
 
-def lies_in_folder(recording: Recording) -> bool:
+def is_read_from_folder(recording: Recording) -> bool:
     """Tell whether the values of a recording are read from a folder."""
-    return any(_first_stored(part) is not None for part in (recording, *recording.ranks))
+    return any(_first_stored_value(part) is not None for part in (recording, *recording.ranks))
 
 
-def _first_stored(recording: Recording) -> StoredValue | None:
+def _first_stored_value(recording: Recording) -> StoredValue | None:
     values = (entry[1] for current in recording._log.passes for entry in current.log)
     return next((value for value in values if isinstance(value, StoredValue)), None)
 

@@ -65,7 +65,7 @@ class NativeMoments:
         self._measure_many(pointers.ctypes.data, sizes.ctypes.data, len(tensors), slots.data_ptr())
 
 
-class Rows(NamedTuple):
+class RowPair(NamedTuple):
     """Two contiguous tensors on the CPU, of one shape and one dtype of `READ_BY_C`, as rows."""
 
     a: Tensor
@@ -108,13 +108,13 @@ class NativeDifference:
             d: _c_function(library, f"gaps_{name}", _POINTER, *of_b) for d, name in names.items()
         }
 
-    def reference_norms(self, rows: Rows) -> tuple[float, float] | None:
+    def reference_norms(self, rows: RowPair) -> tuple[float, float] | None:
         """Return the sums of b's squares and of the norms of its rows; None if not finite."""
         sums = (ctypes.c_double * 2)()
         self._sizes[rows.b.dtype](rows.b.data_ptr(), rows.n_rows, rows.width, sums)
         return (sums[0], sums[1]) if math.isfinite(sums[0]) else None
 
-    def gaps(self, rows: Rows, least_row: float, least_element: float) -> Gaps | None:
+    def gaps(self, rows: RowPair, least_row: float, least_element: float) -> Gaps | None:
         """Return how far the rows of a lie from those of b; None if a number is not finite.
 
         Args:
@@ -220,7 +220,7 @@ def _has_right_gaps(native: NativeDifference) -> bool:
         a = b.clone()
         a[1] += 1.0
         a[2, 288] = 4.0
-        rows = Rows(a, b)
+        rows = RowPair(a, b)
         if native.reference_norms(rows) != (867.0, 51.0):
             return False
         if native.gaps(rows, 17.0, 1.0) != (298.0, 1749.0, (1.0, 1), (3.0, 866), 290, 0):

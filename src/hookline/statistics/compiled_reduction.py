@@ -84,7 +84,7 @@ class CompiledReduction:
             return (self._function(slots, values),)
 
         compiled, inputs = compile_graph(as_tuple, slots, values)
-        _check_lengths(inputs[1])
+        _check_accepts_any_length(inputs[1])
 
         def call(slots: Tensor, values: Tensor) -> Tensor:
             result: Tensor = compiled([slots, values])[0]
@@ -93,7 +93,7 @@ class CompiledReduction:
         return call
 
 
-def _check_lengths(values: Any) -> None:
+def _check_accepts_any_length(values: Any) -> None:
     """Raise an error where the compiled code is for some lengths alone."""
     length = values.shape[0].node.expr
     for guard in values.fake_mode.shape_env.guards:

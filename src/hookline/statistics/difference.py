@@ -20,7 +20,13 @@ from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.engine.pytree import describe
-from hookline.statistics.c_functions import READ_BY_C, CompileMeter, Gaps, Rows, compile_difference
+from hookline.statistics.c_functions import (
+    READ_BY_C,
+    CompileMeter,
+    Gaps,
+    RowPair,
+    compile_difference,
+)
 from hookline.statistics.flat_numbers import ORDINARY, strided_parts
 
 # Elements of a block, whose float64 copies fit a cache.
@@ -201,7 +207,7 @@ def _measure_blocks(
 
 def _reference_norms_by_torch(scale: float, a: Tensor, b: Tensor) -> _ReferenceNorms:
     _, y, *_ = _finite_float64_pair(a, b, scale)
-    rows_b = _norms(y)
+    rows_b = _row_norms(y)
     return _ReferenceNorms(
         float(rows_b.square().sum()), float(rows_b.sum()), rows_b.numel(), y.numel()
     )
@@ -218,11 +224,11 @@ def _reference_norms_by_c(scale: float, a: Tensor, b: Tensor) -> _ReferenceNorms
 def _gaps_by_torch(scale: float, least: tuple[float, float], a: Tensor, b: Tensor) -> Gaps:
     x, y, n_odd, n_unequal = _finite_float64_pair(a, b, scale)
     gap = (x - y).abs()
-    rows_gap = _norms(gap)
+    rows_gap = _row_norms(gap)
     return Gaps(
         float(rows_gap.square().sum()),
-        float(_norms(x).square().sum()),
-        _max_and_index(_ratios(rows_gap, _norms(y), least[0])),
+        float(_row_norms(x).square().sum()),
+        _max_and_index(_ratios(rows_gap, _row_norms(y), least[0])),
         _max_and_index(_ratios(gap, y.abs(), least[1])),
         n_unequal,
         n_odd,
@@ -236,17 +242,17 @@ def _gaps_by_c(scale: float, least: tuple[float, float], a: Tensor, b: Tensor) -
     return None if native is None or rows is None else native.gaps(rows, *least)
 
 
-def _rows_for_c(a: Tensor, b: Tensor) -> Rows | None:
+def _rows_for_c(a: Tensor, b: Tensor) -> RowPair | None:
     """Return two blocks in a form that the functions in C take; None if there is none."""
     is_plain = all(type(block) in ORDINARY and block.is_cpu and block.numel() for block in (a, b))
     if not is_plain or a.dtype not in READ_BY_C or b.dtype not in READ_BY_C:
         return None
     if a.dtype == b.dtype:
-        return Rows(*(block.resolve_neg().contiguous() for block in (a, b)))
+        return RowPair(*(block.resolve_neg().contiguous() for block in (a, b)))
     if a.min() == torch.finfo(a.dtype).min:  # a mask
         return None
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    return Rows(*(block.resolve_neg().to(wide).contiguous() for block in (a, b)))
+    return RowPair(*(block.resolve_neg().to(wide).contiguous() for block in (a, b)))
 
 
 def _largest_magnitude(blocks: Blocks) -> float:
@@ -313,7 +319,7 @@ def _widen_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _norms(block: Tensor) -> Tensor:
+def _row_norms(block: Tensor) -> Tensor:
     """Return the L2 norm of each row, a vector along the last dimension."""
     return torch.linalg.vector_norm(block, dim=-1) if block.dim() else block.abs()
 

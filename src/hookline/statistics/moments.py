@@ -230,7 +230,7 @@ def _block_moments(block: NDArray[Any]) -> Moments:
         )
 
 
-def merge_by_key(parts: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
+def merge_moments_by_key(parts: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
     """Add up the moments of mappings, key by key."""
     merged: dict[str, Moments] = {}
     for part in parts:

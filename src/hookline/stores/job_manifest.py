@@ -26,9 +26,9 @@ from hookline.errors import FolderError
 from hookline.files.folder_or_url import Place
 from hookline.files.sealed_json import MANIFEST, FolderFormat, seal_json, verify_seal
 from hookline.files.unreadable_or_damaged import DAMAGE, convert_read_errors
-from hookline.statistics import merge_by_key
+from hookline.statistics import merge_moments_by_key
 from hookline.stores.check_manifest import check_manifest
-from hookline.stores.shard_file import Chunk, ColumnForm, Shard
+from hookline.stores.shard_file import BatchRows, ColumnForm, Shard
 
 SHARD_BYTES = 32 * 2**20  # large enough that syncing a file costs little, small enough to redo
 LOOP = "passes of a loop"  # the kind of data that cannot be run again
@@ -154,7 +154,7 @@ def identity_fields(job: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in {**job, "model": model}.items() if key != "first_batch"}
 
 
-def batches_per_shard(chunk: Chunk, shard_bytes: int) -> int:
+def batches_per_shard(chunk: BatchRows, shard_bytes: int) -> int:
     """Return how many batches like this one a shard holds: it depends on nothing else."""
     n_bytes = sum(tensor.nbytes for tensor in chunk.columns.values())
     return max(1, shard_bytes // max(n_bytes, 1))
@@ -174,7 +174,7 @@ def compared_environment() -> dict[str, Any]:
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "machine": _processor(),
+        "machine": _processor_text(),
         "threads": torch.get_num_threads(),
         "autocast": [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds],
         "matmul_precision": torch.get_float32_matmul_precision(),
@@ -196,7 +196,7 @@ def environment_with_origin() -> dict[str, Any]:
 
 
 @cache
-def _processor() -> str:
+def _processor_text() -> str:
     """Return the type of the processor, and the vector instructions that torch uses."""
     try:
         model = re.search(
@@ -235,7 +235,7 @@ def write_manifest(
             "sizes": [shard.size for shard in shards],
             "seals": [shard.seal for shard in shards],
         }
-        statistics = merge_by_key(shard.statistics for shard in shards)
+        statistics = merge_moments_by_key(shard.statistics for shard in shards)
         body["statistics"] = {name: moments.as_json() for name, moments in statistics.items()}
         body["skipped"] = [list(item) for shard in shards for item in shard.skipped]
     place.write(MANIFEST, [seal_json({**STORE.first_keys(), **body})])

@@ -25,8 +25,8 @@ from hookline.files.unreadable_or_damaged import DAMAGE, convert_read_errors
 from hookline.stores.shard_file import (
     LENGTH,
     ColumnForm,
+    ColumnSpan,
     Shard,
-    Span,
     bytes_to_array,
     decode_header,
     numpy_dtype,
@@ -55,7 +55,7 @@ class _OpenShard(NamedTuple):
     state: Any
 
 
-class Bounds(NamedTuple):
+class ShardBounds(NamedTuple):
     """Hold the number of each shard's first item or row, and of the first one after it."""
 
     starts: list[int]  # the first of each shard, and the length
@@ -63,7 +63,7 @@ class Bounds(NamedTuple):
     stop_array: NDArray[np.int64]  # the same as an array
 
     @classmethod
-    def of(cls, sizes: list[int]) -> Bounds:
+    def of(cls, sizes: list[int]) -> ShardBounds:
         """Return the bounds of shards of these sizes."""
         stop_array = np.cumsum(np.array(sizes, np.int64))
         stops = stop_array.tolist()
@@ -110,9 +110,11 @@ class Shards:
         return joined
 
     def _init_bounds_and_caches(self) -> None:
-        self.item_bounds: Bounds = Bounds.of(self.n_items)
+        self.item_bounds: ShardBounds = ShardBounds.of(self.n_items)
         are_items = self.n_rows == self.n_items
-        self.row_bounds: Bounds = self.item_bounds if are_items else Bounds.of(self.n_rows)
+        self.row_bounds: ShardBounds = (
+            self.item_bounds if are_items else ShardBounds.of(self.n_rows)
+        )
         # Whether values are read where they are mapped, and never downloaded.
         self.is_mapped: bool = all(isinstance(place, LocalPlace) for place in {*self.places})
         self._lock = fork_safe_lock()
@@ -129,7 +131,7 @@ class Shards:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def bounds_of(self, *, per_token: bool) -> Bounds:
+    def bounds_of(self, *, per_token: bool) -> ShardBounds:
         """Return the bounds of rows that are tokens, or items."""
         return self.row_bounds if per_token else self.item_bounds
 
@@ -299,7 +301,7 @@ class Shards:
             self.release()
             return place.view(file, 0, size)
 
-    def _download(self, shard: int, column: str, span: Span) -> NDArray[np.uint8]:
+    def _download(self, shard: int, column: str, span: ColumnSpan) -> NDArray[np.uint8]:
         # What somebody still holds need not be downloaded again.
         data = self._alive.get((shard, column))
         if data is None:
@@ -338,7 +340,7 @@ def find_shard(stops: list[int], index: int) -> tuple[int, int]:
     return shard, index - (stops[shard - 1] if shard else 0)
 
 
-def _checked_span(span: Span | None, form: ColumnForm, n_rows: int) -> Span:
+def _checked_span(span: ColumnSpan | None, form: ColumnForm, n_rows: int) -> ColumnSpan:
     """Return the span of a column in a shard."""
     if span is None:
         raise ValueError(f"it must hold {form.name!r}")

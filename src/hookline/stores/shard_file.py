@@ -79,7 +79,7 @@ class ColumnForm:
         return torch.empty(0, *self.shape, dtype=DTYPES[self.dtype], device="cpu")
 
 
-class Chunk(NamedTuple):
+class BatchRows(NamedTuple):
     """The rows of one batch."""
 
     batch: int  # the number of the batch
@@ -92,7 +92,7 @@ class Chunk(NamedTuple):
     skipped: Sequence[tuple[int, str]] = ()  # the items that failed to load, each with its error
 
 
-class Span(NamedTuple):
+class ColumnSpan(NamedTuple):
     """The place of a column in a shard's file."""
 
     dtype: str  # the name of the dtype, as safetensors writes it
@@ -113,7 +113,7 @@ class Shard:
     rows: int  # how many tokens it holds; the number of items where rows are items
     size: int  # the bytes of its file
     seal: str  # the checksum of its header
-    spans: Mapping[str, Span]  # the place of each column
+    spans: Mapping[str, ColumnSpan]  # the place of each column
     # The moments of each column; of complex numbers those of the magnitude.
     statistics: Mapping[str, Moments]
     # The items that failed to load, each with its error.
@@ -133,7 +133,7 @@ def shard_number(name: str) -> int | None:
 
 
 def encode_shard(
-    number: int, chunks: Sequence[Chunk], job_digest: str = ""
+    number: int, chunks: Sequence[BatchRows], job_digest: str = ""
 ) -> tuple[list[Any], Shard]:
     """Make a shard of the rows of consecutive batches, for the job of a digest.
 
@@ -177,11 +177,11 @@ def encode_shard(
     return [head, *buffers], decode_header(head, len(head) + end)
 
 
-def _n_rows(chunk: Chunk) -> int:
+def _n_rows(chunk: BatchRows) -> int:
     return len(chunk.items) if chunk.lengths is None else sum(chunk.lengths)
 
 
-def _column_parts(chunks: Sequence[Chunk]) -> dict[str, list[Tensor]]:
+def _column_parts(chunks: Sequence[BatchRows]) -> dict[str, list[Tensor]]:
     """Return the parts of each column, the store's own included."""
     parts = {name: [chunk.columns[name] for chunk in chunks] for name in chunks[0].columns}
     parts[ITEM] = [torch.tensor(chunk.items, dtype=torch.int64, device="cpu") for chunk in chunks]
@@ -221,7 +221,7 @@ def decode_header(head: bytes, file_size: int) -> Shard:
     spans = {}
     for name, entry in header.items():
         start, stop = (len(head) + offset for offset in entry["data_offsets"])
-        spans[name] = Span(
+        spans[name] = ColumnSpan(
             entry["dtype"], tuple(entry["shape"]), start, stop, description["sums"][name]
         )
     end = max((span.stop for span in spans.values()), default=len(head))
@@ -254,14 +254,14 @@ def renumber_shard(
     return new, decode_header(new, len(new) + file_size - len(head))
 
 
-def verify_checksum(span: Span, data: NDArray[np.uint8]) -> None:
+def verify_checksum(span: ColumnSpan, data: NDArray[np.uint8]) -> None:
     """Compare a column's bytes with their checksum."""
     actual = xxh3_128_hexdigest(data.data)
     if actual != span.sum:
         raise ValueError(f"its checksum must be {span.sum}, got {actual}")
 
 
-def bytes_to_array(span: Span, data: NDArray[np.uint8]) -> NDArray[Any]:
+def bytes_to_array(span: ColumnSpan, data: NDArray[np.uint8]) -> NDArray[Any]:
     """Return a column's bytes as an array; a dtype that NumPy lacks is unsigned integers."""
     array: NDArray[Any] = data.view(numpy_dtype(DTYPES[span.dtype])).reshape(span.shape)
     return array
@@ -335,7 +335,7 @@ class ShardWriter:
         self._pool = ThreadPoolExecutor(1, "hookline-writer")
         self._running: deque[Future[None]] = deque()
 
-    def submit(self, number: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
+    def submit(self, number: int, chunks: Sequence[BatchRows], wait: Callable[[], None]) -> None:
         """Have a shard of some batches written; wait if too many are waiting.
 
         `wait` is called in the thread, to wait until the rows are on the CPU.
@@ -359,7 +359,7 @@ class ShardWriter:
             # What already waits is written also after an error: it need not be computed again.
             self._pool.shutdown()
 
-    def _write(self, number: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
+    def _write(self, number: int, chunks: Sequence[BatchRows], wait: Callable[[], None]) -> None:
         wait()
         buffers, shard = encode_shard(number, chunks, self._job)
         self._place.write(shard_file_name(number), buffers)

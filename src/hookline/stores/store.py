@@ -30,7 +30,7 @@ from hookline.files.sealed_json import MANIFEST
 from hookline.files.unreadable_or_damaged import DAMAGE, convert_read_errors
 from hookline.findings import Findings
 from hookline.recordings.key_index import Key, only_site, suggestion_text
-from hookline.statistics import Moments, merge_by_key
+from hookline.statistics import Moments, merge_moments_by_key
 from hookline.statistics.site_dict import SiteDict
 from hookline.stores.column import Column
 from hookline.stores.exports import ExportedColumns, Format, export
@@ -38,7 +38,7 @@ from hookline.stores.findings import judge_store
 from hookline.stores.job_manifest import LOOP, read_manifest
 from hookline.stores.mapped_shards import Shards
 from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, ColumnForm, shard_number
-from hookline.stores.store_datasets import Shuffle, ShuffledRows, StoreDataset
+from hookline.stores.store_datasets import ShuffledRows, ShuffleOptions, StoreDataset
 
 NAMES = "names.json"
 _MOST_ROWS = 60
@@ -366,7 +366,7 @@ class Store(Result):
         joined = Store.__new__(Store)
         joined._place, joined._manifest, joined.parts = stores[0]._place, {}, stores
         joined._forms = stores[0]._forms
-        joined.statistics = SiteDict(merge_by_key(store.statistics for store in stores))
+        joined.statistics = SiteDict(merge_moments_by_key(store.statistics for store in stores))
         joined.skipped = [item for store in stores for item in store.skipped]
         joined._set_shards(Shards.joined(store._shards for store in stores))
         return joined
@@ -434,7 +434,7 @@ class Store(Result):
                 from 0.
         """
         columns, is_single = self._columns_and_is_single(sites)
-        how = Shuffle(batch_size, seed, shards, drop_last)
+        how = ShuffleOptions(batch_size, seed, shards, drop_last)
         return ShuffledRows(self._shards, columns, how, is_single=is_single)
 
     def _columns_and_is_single(self, sites: Sequence[Key]) -> tuple[list[Column], bool]:

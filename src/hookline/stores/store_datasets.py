@@ -75,7 +75,7 @@ class StoreDataset(Dataset[Any]):
         return [dict(zip(batch, row, strict=True)) for row in zip(*parts, strict=True)]
 
 
-class Shuffle(NamedTuple):
+class ShuffleOptions(NamedTuple):
     """Set how rows are shuffled."""
 
     batch_size: int | None  # the rows of a batch; None for single rows
@@ -85,7 +85,7 @@ class Shuffle(NamedTuple):
     drop_last: bool
 
 
-class _Piece(NamedTuple):
+class _RowRange(NamedTuple):
     """A range of the store's rows, which lie in one shard."""
 
     shard: int
@@ -124,7 +124,12 @@ class ShuffledRows(IterableDataset[Any]):
     """
 
     def __init__(
-        self, store_shards: Shards, columns: Sequence[Column], how: Shuffle, *, is_single: bool
+        self,
+        store_shards: Shards,
+        columns: Sequence[Column],
+        how: ShuffleOptions,
+        *,
+        is_single: bool,
     ) -> None:
         for name in ("batch_size", "shards"):
             number = getattr(how, name)
@@ -156,11 +161,11 @@ class ShuffledRows(IterableDataset[Any]):
         Args:
             epoch: the number of the epoch, from 0.
         """
-        self._epochs.set(epoch)
+        self._epochs.set_next(epoch)
 
     def __len__(self) -> int:
         """Return the number of batches of this rank."""
-        first, last = self._row_range(*self._rank_and_world())
+        first, last = self._rank_row_range(*self._rank_and_world())
         return math.ceil((last - first) / self._batch_rows)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,14 +177,14 @@ class ShuffledRows(IterableDataset[Any]):
         epoch, (rank, world) = self._epochs.begin_epoch(), self._rank_and_world()
         worker = get_worker_info()
         number, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        first, last = self._row_range(rank, world)
+        first, last = self._rank_row_range(rank, world)
         # Workers share whole batches, so that only the last batch of a rank is shorter.
         size = self._batch_rows
         n_batches = -(-(last - first) // size)
         start = first + n_batches * number // n_workers * size
         stop = min(first + n_batches * (number + 1) // n_workers * size, last)
         order = np.random.default_rng([self._how.seed, epoch]).permutation(len(self._starts) - 1)
-        pieces = _pieces_between(order, self._starts, start, stop)
+        pieces = _row_ranges_between(order, self._starts, start, stop)
         numbers = np.random.default_rng([self._how.seed, epoch, rank, number])
         return self._batches(pieces, numbers)
 
@@ -188,7 +193,7 @@ class ShuffledRows(IterableDataset[Any]):
             return dist.get_rank(), dist.get_world_size()
         return self._rank or (0, 1)
 
-    def _row_range(self, rank: int, world: int) -> tuple[int, int]:
+    def _rank_row_range(self, rank: int, world: int) -> tuple[int, int]:
         """Return the first row of a rank, and the one after its last, in the order of an epoch."""
         n_rows = self._starts[-1]
         first, last = n_rows * rank // world, n_rows * (rank + 1) // world
@@ -196,7 +201,9 @@ class ShuffledRows(IterableDataset[Any]):
             last = first + n_rows // world // self._batch_rows * self._batch_rows
         return first, last
 
-    def _batches(self, pieces: Sequence[_Piece], generator: np.random.Generator) -> Iterator[Rows]:
+    def _batches(
+        self, pieces: Sequence[_RowRange], generator: np.random.Generator
+    ) -> Iterator[Rows]:
         size = self._batch_rows
         rest = np.empty(0, np.int64)
         for group in _group_evenly(pieces, self._how.shards):
@@ -219,9 +226,9 @@ class ShuffledRows(IterableDataset[Any]):
         return self._dataset[rows if self._how.batch_size else int(rows[0])]
 
 
-def _pieces_between(
+def _row_ranges_between(
     order: NDArray[np.int64], starts: Sequence[int], start: int, stop: int
-) -> list[_Piece]:
+) -> list[_RowRange]:
     """Return the pieces of shards between two rows of an epoch's order of shards."""
     pieces, before = [], 0
     for shard in order.tolist():
@@ -229,14 +236,14 @@ def _pieces_between(
         first = start_of_shard + max(start - before, 0)
         last = min(start_of_shard + stop - before, stop_of_shard)
         pieces += [
-            _Piece(shard, begin, min(begin + _MOST_ROWS, last))
+            _RowRange(shard, begin, min(begin + _MOST_ROWS, last))
             for begin in range(first, last, _MOST_ROWS)
         ]
         before += stop_of_shard - start_of_shard
     return pieces
 
 
-def _group_evenly(pieces: Sequence[_Piece], most: int) -> Iterator[Sequence[_Piece]]:
+def _group_evenly(pieces: Sequence[_RowRange], most: int) -> Iterator[Sequence[_RowRange]]:
     """Yield pieces in groups of about equal sizes, of at most so many."""
     n_groups = math.ceil(len(pieces) / most)
     for number in range(n_groups):
@@ -269,7 +276,7 @@ class EpochCounter:
         self.__dict__.update(state)
         self._begun.share_memory_()  # type: ignore[no-untyped-call]
 
-    def set(self, epoch: int) -> None:
+    def set_next(self, epoch: int) -> None:
         """Choose the epoch that begins next."""
         self._begun.fill_(epoch)
 

@@ -177,7 +177,7 @@ def test_images_that_are_not_square_give_grids_that_are_not():
 
 
 class Last(nn.Module):
-    """Channels last from the middle on; a pooled head."""
+    """ChannelCounts last from the middle on; a pooled head."""
 
     def __init__(self):
         super().__init__()

@@ -719,7 +719,7 @@ def test_a_store_tells_versions_and_the_seed_as_recordings_do(model, tmp_path, m
 def test_another_processor_is_warned_of(model, tmp_path, monkeypatch):
     hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
     assert compared_environment()["machine"].startswith(platform.machine())
-    monkeypatch.setattr(manifest_module, "_processor", lambda: "x86_64 AVX2 Other")
+    monkeypatch.setattr(manifest_module, "_processor_text", lambda: "x86_64 AVX2 Other")
     (tmp_path / "s" / "shard-00000000.safetensors").unlink()
     with pytest.warns(hl.HooklineWarning, match=r"machine was .*, is x86_64 AVX2 Other"):
         hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)

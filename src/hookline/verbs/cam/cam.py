@@ -21,7 +21,7 @@ from hookline.errors import (
     warn,
 )
 from hookline.recordings import Recording
-from hookline.recordings.feature_maps import channels_of
+from hookline.recordings.feature_maps import channel_counts
 from hookline.verbs.cam.class_maps import ClassMaps
 from hookline.verbs.cam.methods import Method, method_named, min_max_scaled
 from hookline.verbs.cam.spatial_layers import (
@@ -313,7 +313,7 @@ class _CamRunner:
         self, run: Recording, sites: list[Site]
     ) -> tuple[list[MapLayer], list[Tensor]]:
         layers, activations = [], []
-        channels = channels_of(self._model)
+        channels = channel_counts(self._model)
         for site in sites:
             calls = run.calls(site)
             if len(calls) > 1:

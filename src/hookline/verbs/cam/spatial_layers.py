@@ -17,7 +17,7 @@ from hookline.engine import Line, Selection, Selector, Site, module_tree, path_t
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import InputError, NotRecordedError, SelectionError
 from hookline.recordings import Recording
-from hookline.recordings.feature_maps import Channels, Grid, Size, channels_of, find_grid
+from hookline.recordings.feature_maps import ChannelCounts, Grid, Size, channel_counts, find_grid
 from hookline.verbs.record.keep import check_keep_options
 from hookline.verbs.record.record import RecordLine, start_recording
 
@@ -78,7 +78,7 @@ def find_map_layer(
     n_images: int,
     size: Size,
     reshape: Reshape | None,
-    channels: Channels,
+    channels: ChannelCounts,
 ) -> MapLayer | None:
     """Find the way to read the maps in a layer's value; None if it holds no maps.
 
@@ -134,7 +134,7 @@ def last_spatial_layer(
     """
     with recording_line(model, list(select(model)), ("output",), keep=_as_meta) as shapes:
         has_several = len(tree.distinct_tensors(run())) > 1
-    candidates = _spatial_outputs(shapes, n_images, size, channels_of(model))
+    candidates = _spatial_outputs(shapes, n_images, size, channel_counts(model))
     if not candidates:
         raise SelectionError(
             f"a layer of {type(model).__name__} must return maps of its {size[0]} x {size[1]}"
@@ -200,7 +200,7 @@ def _as_meta(value: Any) -> Any:
 
 
 def _spatial_outputs(
-    recording: Recording, n_images: int, size: Size, channels: Channels
+    recording: Recording, n_images: int, size: Size, channels: ChannelCounts
 ) -> list[tuple[Site, Grid]]:
     """Return the calls of layers that returned maps."""
     outputs: list[tuple[Site, Grid]] = []

@@ -25,7 +25,7 @@ def prefetch_pairs(pairs: Sequence[Pair], a: Side, b: Side) -> Iterator[tuple[Pa
     While a large pair from two folders is used, a thread reads the next one. From time to time,
     files are closed.
     """
-    may_read_ahead = a.lies_in_folder and b.lies_in_folder
+    may_read_ahead = a.is_read_from_folder and b.is_read_from_folder
     reading: Future[Values | None] | None = None
     n_read = 0
     with ThreadPoolExecutor(1, "hookline-reader") as readers:

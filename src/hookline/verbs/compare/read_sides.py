@@ -28,7 +28,7 @@ from hookline.opening import open as open_folder
 from hookline.recordings import PassRecord, Recording
 from hookline.recordings.figure_values import walk_values
 from hookline.recordings.recorded_values import RecordedValue
-from hookline.recordings.recording import has_lost_model, lies_in_folder, living_model
+from hookline.recordings.recording import has_lost_model, is_read_from_folder, living_model
 from hookline.stores import Store
 from hookline.verbs.compare.join_ranks import Dims, UnjoinedValue, dim_of, read_whole
 from hookline.verbs.compare.noise_floor import Kind
@@ -127,9 +127,9 @@ class Side:
         return isinstance(self.source, Recording) and has_lost_model(self.source)
 
     @property
-    def lies_in_folder(self) -> bool:
+    def is_read_from_folder(self) -> bool:
         """Tell whether its values are mapped from files, so that reading takes no memory."""
-        return isinstance(self.source, Recording) and lies_in_folder(self.source)
+        return isinstance(self.source, Recording) and is_read_from_folder(self.source)
 
     @property
     def ranks(self) -> Sequence[Recording]:

@@ -22,7 +22,7 @@ def tf32_flags_of(side: Side) -> list[str]:
 
 def _ran_on_tf32_gpu(side: Side) -> bool:
     """Tell whether a side was computed on a GPU that has TF32, as far as known."""
-    if side.lies_in_folder:
+    if side.is_read_from_folder:
         return any("cuda" in model.device for model in side.identify() if model is not None)
     values = (tensor for entry in side.entries for _, tensor in tree.tensors(entry.outline()))
     model = side.living_model  # whose values may have been kept on the CPU

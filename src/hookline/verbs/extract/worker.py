@@ -23,7 +23,7 @@ from hookline.recordings import PassRecord
 from hookline.stores.batch_columns import CpuOffload, extract_columns
 from hookline.stores.first_batch_summary import ComputePrecision, summarize_columns
 from hookline.stores.job_manifest import Job
-from hookline.stores.shard_file import Chunk, ColumnForm
+from hookline.stores.shard_file import BatchRows, ColumnForm
 from hookline.verbs.extract.padding_check import PaddingCheck
 from hookline.verbs.record.partial_forward import PartialForward
 from hookline.verbs.shared.run_model import binding_error, signature_of
@@ -75,7 +75,7 @@ class Worker:
         self.offload: CpuOffload = CpuOffload(self._device)
         self._ahead: deque[Callable[[], None]] = deque()
         self.forms: dict[str, ColumnForm] | None = None
-        self._first_chunk: Chunk | None = None
+        self._first_chunk: BatchRows | None = None
         self._first_copy: NumberedBatch | None = None
 
     @cached_property
@@ -88,7 +88,7 @@ class Worker:
         """The selected sites."""
         return self._runner.sites
 
-    def run_first(self) -> Chunk:
+    def run_first(self) -> BatchRows:
         """Run the model on the first batch, and keep its rows for later.
 
         The rows show the forms of the values that a store will hold. The model runs to its end, so
@@ -105,12 +105,12 @@ class Worker:
         has_functions = self._inputs is not None or callable(self._mask.value)
         return tensor.clone() if has_functions or tensor.device == self._device else tensor
 
-    def rerun_first(self) -> Chunk:
+    def rerun_first(self) -> BatchRows:
         """Run the model once more on the first batch, and return its rows."""
         assert self._first_copy is not None
         return self._run_whole_forward(self._first_copy)
 
-    def summarise(self, chunk: Chunk) -> dict[str, Any]:
+    def summarise(self, chunk: BatchRows) -> dict[str, Any]:
         """Return the rows of a batch in a few numbers, by which another model is noticed."""
         kind, model = self._device.type, self._runner.modules[0]
         dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -122,11 +122,11 @@ class Worker:
             chunk.columns, ComputePrecision.of(kind, dtypes, is_split=is_split)
         )
 
-    def _run_whole_forward(self, batch: NumberedBatch) -> Chunk:
+    def _run_whole_forward(self, batch: NumberedBatch) -> BatchRows:
         with self._runner.whole_forward():
             return self._run_with_seed(batch)
 
-    def run_batch(self, batch: NumberedBatch) -> Chunk:
+    def run_batch(self, batch: NumberedBatch) -> BatchRows:
         """Run the model on a batch, unless that was done already, and return its rows.
 
         The tensors may still be on their way from a device: `offload.waiter()` waits for them.
@@ -142,7 +142,7 @@ class Worker:
             else self._run_with_seed(batch)
         )
 
-    def _run_with_seed(self, batch: NumberedBatch) -> Chunk:
+    def _run_with_seed(self, batch: NumberedBatch) -> BatchRows:
         with seeded(batch.number, self._accelerators):
             chunk = self._make_chunk(batch)
         # A batch holds pinned memory until the device has it.
@@ -151,12 +151,14 @@ class Worker:
             self._ahead.popleft()()
         return chunk
 
-    def _make_chunk(self, batch: NumberedBatch) -> Chunk:
+    def _make_chunk(self, batch: NumberedBatch) -> BatchRows:
         if not batch.items:
             forms = self.forms or {}
             columns = {name: form.empty() for name, form in forms.items()}
             has_tokens = any(form.per == "token" for form in forms.values())
-            return Chunk(batch.number, [], columns, [] if has_tokens else None, None, batch.skipped)
+            return BatchRows(
+                batch.number, [], columns, [] if has_tokens else None, None, batch.skipped
+            )
         data = self._model_inputs(batch)
         whole = data if self._inputs is None else batch.data
         given = BatchAndInputs(data, whole, len(batch.items), self._has_decoder)
@@ -174,7 +176,7 @@ class Worker:
         columns, forms = extract_columns(record, self.sites, len(batch.items), tokens, self.forms)
         self.forms = forms if self.forms is None else self.forms
         per_token = tokens if any(form.per == "token" for form in self.forms.values()) else None
-        return Chunk(
+        return BatchRows(
             batch.number,
             batch.items,
             {name: self.offload(tensor) for name, tensor in columns.items()},
@@ -239,7 +241,7 @@ class _GatheredRecord:
 
 def run_shards(
     worker: Worker, job: Job, shards: Iterable[int]
-) -> Iterator[tuple[int, list[Chunk]]]:
+) -> Iterator[tuple[int, list[BatchRows]]]:
     """Yield the rows of shards, one shard after the other.
 
     Args:
@@ -248,7 +250,7 @@ def run_shards(
         shards: the numbers of the shards, in order; endless for data without a length.
     """
     batch_numbers = itertools.chain.from_iterable(map(job.batch_range, shards))
-    pending: list[Chunk] = []
+    pending: list[BatchRows] = []
     for batch in _load_batches(worker, batch_numbers):
         pending.append(worker.run_batch(batch))
         shard = batch.number // job.shard_batches

@@ -34,7 +34,7 @@ from hookline.stores.job_manifest import (
     environment_with_origin,
     write_manifest,
 )
-from hookline.stores.shard_file import Chunk, ColumnForm, Shard, ShardWriter
+from hookline.stores.shard_file import BatchRows, ColumnForm, Shard, ShardWriter
 from hookline.util.creating_process import CreatingProcess
 from hookline.verbs.record.keep import KeepOptions
 from hookline.verbs.shared.finalizing_line import FinalizingLine
@@ -100,7 +100,7 @@ class StoreSink:
         self.place = place
         self._recording = recording
         self._shards: dict[int, Shard] = {}
-        self._chunks: list[Chunk] = []
+        self._chunks: list[BatchRows] = []
         self._forms: dict[str, ColumnForm] | None = None
         self._n_passes = self._n_items = self._n_seen = 0
         self._left_out: dict[str, list[int]] = {}  # numbers of passes, by the reason
@@ -208,12 +208,12 @@ class StoreSink:
         self._left_out.setdefault(why, []).append(self._n_seen)
         self._n_seen += 1
 
-    def _make_chunk(self, record: PassRecord) -> Chunk:
+    def _make_chunk(self, record: PassRecord) -> BatchRows:
         n_items = _n_rows(record)
         columns, forms = extract_columns(record, self._recording.sites, n_items, None, self._forms)
         items = range(self._n_items, self._n_items + n_items)
         on_cpu = {name: self._offload(tensor) for name, tensor in columns.items()}
-        chunk = Chunk(self._n_passes, items, on_cpu)
+        chunk = BatchRows(self._n_passes, items, on_cpu)
         if self._forms is None:
             self._forms = forms
             n_passes = batches_per_shard(chunk, SHARD_BYTES)
