@@ -73,7 +73,7 @@ def test_rows_are_copied_to_pinned_memory_at_once(rows, monkeypatch):
         return pinned[-1]
 
     monkeypatch.setattr(torch, "empty_like", in_pinned)
-    batch = items.load(0, range(1, 3), pinned=True)
+    batch = items.load_batch(0, range(1, 3), pinned=True)
     assert batch.data is pinned[-1]
     assert batch.data.tolist() == rows[1:3].tolist()
 

@@ -116,7 +116,7 @@ def test_an_interrupt_at_any_line_of_a_lock_ends_it(tmp_path, interrupted):
         with ExitStack() as stack:
             place = LocalPlace(tmp_path)
             held.append(place)
-            place.lock(stack)
+            place.lock_until_exit(stack)
             held.append(place._lock)
 
     for step in itertools.count(1):
@@ -292,7 +292,7 @@ def test_without_flock_a_file_that_was_taken_is_noticed(tmp_path, without_flock)
 
 def test_without_flock_two_do_not_take_over_at_once(tmp_path, without_flock, monkeypatch):
     written_by(tmp_path, started="1")
-    state = module._Owner.state
+    state = module._Owner.process_state
 
     def is_taken_meanwhile(owner):
         if owner.started == "1":
@@ -302,6 +302,6 @@ def test_without_flock_two_do_not_take_over_at_once(tmp_path, without_flock, mon
             return "ended"
         return state(owner)
 
-    monkeypatch.setattr(module._Owner, "state", is_taken_meanwhile)
+    monkeypatch.setattr(module._Owner, "process_state", is_taken_meanwhile)
     assert refused(tmp_path)[0].startswith(f"another process is writing to {tmp_path} (process")
     assert sorted(os.listdir(tmp_path)) == [".lock", ".writer"]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hookline.models import Batch
-from hookline.models.loaded_model import LoadedModel, describe
+from hookline.models.loaded_model import LoadedModel, describe_value
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from hookline.models.loaded_model import LoadedModel, describe
     ],
 )
 def test_a_value_is_described_by_shape_and_type(value, text):
-    assert describe(value) == text
+    assert describe_value(value) == text
 
 
 def test_a_batch_and_a_loaded_model_cannot_be_changed(linear):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.recordings.join_dtensor_parts import Layout, guess_layout_text, join_parts
+from hookline.recordings.join_dtensor_parts import DTensorLayout, guess_layout_text, join_parts
 
 QUESTION = "run.full('fc', dim=None)"
 
@@ -19,7 +19,7 @@ QUESTION = "run.full('fc', dim=None)"
 def layouts(shape, mesh, placements, first=0):
     """The layout of each rank of a mesh."""
     return [
-        Layout(tuple(shape), tuple(mesh), (), first, at, tuple(placements))
+        DTensorLayout(tuple(shape), tuple(mesh), (), first, at, tuple(placements))
         for at in itertools.product(*map(range, mesh))
     ]
 
@@ -69,7 +69,7 @@ def test_parts_join_to_the_whole_they_were_cut_from(case):
         times *= n * (n + 1) // 2 if row[0] == "partial" else 1
     torch.testing.assert_close(join_parts(parts, None, QUESTION), whole * times)
     for layout, _ in parts:
-        assert Layout.from_json(as_json(layout)) == layout
+        assert DTensorLayout.from_json(as_json(layout)) == layout
 
 
 def as_json(layout):
@@ -149,7 +149,7 @@ def test_reductions_that_are_unknown_or_mixed_are_named():
 )  # fmt: skip
 def test_data_that_is_no_layout_is_refused(change):
     sound = as_json(layouts([4], [2], [("shard", 0)])[0])
-    assert Layout.from_json(sound) is not None
+    assert DTensorLayout.from_json(sound) is not None
     with pytest.raises(ValueError, match="not the layout of a DTensor"):
-        Layout.from_json({**sound, **change})
-    assert Layout.from_json(True) is None
+        DTensorLayout.from_json({**sound, **change})
+    assert DTensorLayout.from_json(True) is None

@@ -12,9 +12,9 @@ from hookline.statistics.finiteness import (
     NonFinite,
     count_nan_and_inf,
     non_finite_kinds,
-    probe_each,
     probe_nan,
     probe_sum,
+    probe_sum_of_each,
 )
 
 NAN, INF = math.nan, math.inf
@@ -36,10 +36,10 @@ def test_many_tensors_are_probed_by_one_call(monkeypatch, bad):
     )
     tensors = [torch.full((300,), 1e38), torch.full((9,), 6e4, dtype=torch.float16)]
     tensors += [torch.ones(2, 2), torch.ones(3).bfloat16(), torch.zeros(0), torch.arange(4)]
-    assert [bool(probe.isfinite()) for probe in probe_each(tensors[1:5])] == [True] * 4
+    assert [bool(probe.isfinite()) for probe in probe_sum_of_each(tensors[1:5])] == [True] * 4
     for number in (1, 2, 3):
         tensors[number].view(-1)[-1] = bad
-    finite = [bool(probe.isfinite()) for probe in probe_each(tensors)]
+    finite = [bool(probe.isfinite()) for probe in probe_sum_of_each(tensors)]
     # The first sum overflows, so that it is looked at again; integers have no probe.
     assert finite == [False, False, False, False, True]
 

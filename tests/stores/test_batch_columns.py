@@ -32,7 +32,7 @@ def test_a_whole_value_on_the_cpu_is_not_copied_again():
     value = torch.randn(3, 5)
     offload = CpuOffload(CPU)
     assert offload(value).data_ptr() == value.data_ptr()
-    assert offload.waiter()() is None
+    assert offload.make_waiter()() is None
 
 
 @on_a_gpu
@@ -40,7 +40,7 @@ def test_a_gpu_value_lies_in_pinned_memory_when_ready():
     offload = CpuOffload(torch.device("cuda"))
     values = [torch.randn(256, 1024, device="cuda") for _ in range(8)]
     copies = [offload(value) for value in values]
-    offload.waiter()()
+    offload.make_waiter()()
     assert all(copy.is_pinned() for copy in copies)
     assert all(torch.equal(copy, value.cpu()) for copy, value in zip(copies, values, strict=True))
 
@@ -60,7 +60,7 @@ def test_gpu_memory_is_not_reused_while_it_is_copied():
         value = torch.full((1 << 20,), float(number), device="cuda")
         copies.append(offload(value))
         del value  # the allocator may give its memory to the next one
-    offload.waiter()()
+    offload.make_waiter()()
     assert [copy.unique().tolist() for copy in copies] == [[float(n)] for n in range(200)]
 
 

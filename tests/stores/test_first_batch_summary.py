@@ -79,7 +79,7 @@ def test_another_device_or_order_may_differ_more(now, expected):
 
 
 def test_values_of_a_model_in_half_precision_may_differ_more():
-    coarse = ComputePrecision.of("cpu", [torch.float32, torch.bfloat16], is_split=False)
+    coarse = ComputePrecision.from_dtypes("cpu", [torch.float32, torch.bfloat16], is_split=False)
     changed = VALUES * (1 + 1e-3)
     assert kind_of(VALUES, changed, is_same_place=False) == "far"
     assert kind_of(VALUES, changed, is_same_place=False, computing=coarse) == "near"
@@ -89,12 +89,12 @@ def test_a_lower_precision_of_products_may_differ_more():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        coarse = ComputePrecision.of("cpu", [torch.float32], is_split=False)
+        coarse = ComputePrecision.from_dtypes("cpu", [torch.float32], is_split=False)
     finally:
         torch.set_float32_matmul_precision(before)
     assert coarse.rounding == 2.0**-10
-    assert ComputePrecision.of("cpu", [], is_split=False).rounding == 0
-    assert ComputePrecision.of("cuda", [], is_split=False).rounding == 2.0**-10
+    assert ComputePrecision.from_dtypes("cpu", [], is_split=False).rounding == 0
+    assert ComputePrecision.from_dtypes("cuda", [], is_split=False).rounding == 2.0**-10
 
 
 @pytest.mark.parametrize(

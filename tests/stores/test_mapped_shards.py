@@ -17,7 +17,7 @@ import hookline as hl
 from hookline.files.folder_or_url import LocalPlace, as_place
 from hookline.stores import mapped_shards as shards_module
 from hookline.stores import open_store
-from hookline.stores.mapped_shards import MISSING, Gatherer, RowAddresses
+from hookline.stores.mapped_shards import MISSING, RowAddresses, RowGatherer
 from hookline.stores.shard_file import shard_file_name
 from small_stores import write_store
 
@@ -291,7 +291,7 @@ def test_rows_of_several_arrays_come_in_the_order_asked(shape, dtype, n_rows, da
     asked = data.draw(st.lists(place, max_size=12))
     row_bytes = arrays[0][0].nbytes
     addresses = [arrays[k].__array_interface__["data"][0] + row * row_bytes for k, row in asked]
-    found = Gatherer(shape, np.dtype(dtype))(np.array(addresses, np.int64))
+    found = RowGatherer(shape, np.dtype(dtype))(np.array(addresses, np.int64))
     assert found.dtype == dtype
     assert found.shape == (len(asked), *shape)
     for row, (k, number) in zip(found, asked, strict=True):
@@ -303,9 +303,9 @@ def test_rows_of_several_arrays_come_in_the_order_asked(shape, dtype, n_rows, da
     ("shape", "can"), [((), True), ((2**14,), True), ((2**14 + 1,), False), ((3, 0), False)]
 )
 def test_rows_that_are_too_large_or_empty_are_not_gathered(shape, can):
-    assert Gatherer.can_gather(shape) is can
+    assert RowGatherer.can_gather(shape) is can
     if can:
-        Gatherer(shape, np.dtype("f8"))
+        RowGatherer(shape, np.dtype("f8"))
 
 
 def test_origins_hold_the_arrays_that_they_lead_to():

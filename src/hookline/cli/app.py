@@ -54,7 +54,7 @@ from hookline.display.text import plural
 from hookline.display.wrapped_text import terminal_width
 from hookline.errors import InputError, ModelError
 from hookline.models import Batch, LoadedModel, load_model
-from hookline.models.demo import training_facts
+from hookline.models.demo import load_training_facts
 from hookline.models.packages import RANDOM
 from hookline.verbs.check.replay_file import read_saved_call
 from hookline.verbs.shared.run_model import Inputs
@@ -121,7 +121,7 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
     with exit_on_errors():
         loaded, batch = _load_with_input("demo:digits", "demo", "default")
         inspection = inspect(loaded, batch, None, out_folder)
-        facts = training_facts()
+        facts = load_training_facts()
     print_result(inspection.summary)
     out.print(
         f"\nA small convolutional network, trained on scikit-learn's digits"

@@ -167,7 +167,7 @@ class ArrayItems(Items):
             return {"kind": "array", **parts[""]}
         return {"kind": "arrays", "arrays": parts}
 
-    def load(self, number: int, indices: range, *, pinned: bool = False) -> RawBatch:
+    def load_batch(self, number: int, indices: range, *, pinned: bool = False) -> RawBatch:
         """Copy rows. Errors are raised: the rows are of one file or memory."""
         start, stop = indices.start, indices.stop
         parts = [rows.read(start, stop, pinned=pinned) for _, rows in _named_rows(self._arrays)]

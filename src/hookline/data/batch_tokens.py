@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
-from hookline.stores.batch_columns import Tokens
+from hookline.stores.batch_columns import BatchTokens
 
 DEFAULT_MASK = "attention_mask"
 _DECODER_MASK = "decoder_attention_mask"
@@ -50,7 +50,7 @@ class BatchAndInputs(NamedTuple):
         return None if value is None else tuple(getattr(value, "shape", ()))
 
 
-def find_tokens(given: BatchAndInputs, mask: MaskOption) -> Tokens | None:
+def find_tokens(given: BatchAndInputs, mask: MaskOption) -> BatchTokens | None:
     """Find the tokens of a batch.
 
     Returns:
@@ -91,7 +91,9 @@ def find_tokens(given: BatchAndInputs, mask: MaskOption) -> Tokens | None:
     rival = None
     if not mask.is_given and decoder and given.shape_of(decoder) == tuple(marks.shape):
         rival = decoder
-    return Tokens(marks, marks.sum(1).tolist(), None if ids is None else ids.cpu()[marks], rival)
+    return BatchTokens(
+        marks, marks.sum(1).tolist(), None if ids is None else ids.cpu()[marks], rival
+    )
 
 
 def _mask_or_lengths(mask: MaskOption, given: BatchAndInputs) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, final
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from hookline.data.indexed_source import SingleItems
-from hookline.data.texts import text_or_skip, unwrap_text_key
+from hookline.data.texts import text_or_skip_mark, unwrap_text_key
 
 # Data sets that hold their items: to load them draws no random numbers.
 _PLAIN = frozenset({TensorDataset, list, range})
@@ -61,7 +61,7 @@ class DatasetItems(SingleItems):
         if self._tokenize is None:
             return items
         texts = map(unwrap_text_key, items)
-        return [text_or_skip(text) if isinstance(text, str | None) else text for text in texts]
+        return [text_or_skip_mark(text) if isinstance(text, str | None) else text for text in texts]
 
     def collate(self, values: list[Any], indices: list[int]) -> Any:
         """Tokenize texts; collate other items."""

@@ -13,7 +13,7 @@ from hookline.data.data_source import LoadOptions
 from hookline.data.fingerprints import content_fingerprint
 from hookline.data.images import apply_preprocess
 from hookline.data.indexed_source import SingleItems
-from hookline.data.texts import KEY, text_or_skip
+from hookline.data.texts import KEY, text_or_skip_mark
 from hookline.display.text import listed
 from hookline.errors import InputError
 from hookline.models.packages import error_in_short, import_package
@@ -92,7 +92,7 @@ class HuggingFaceItems(SingleItems):
             self._rows = self._formatted_dataset()
         rows = self._rows.__getitems__(list(indices))
         if self._tokenize is not None:
-            return [text_or_skip(row[KEY]) for row in rows]
+            return [text_or_skip_mark(row[KEY]) for row in rows]
         if self._preprocess is not None:
             return [apply_preprocess(row[_IMAGE], self._preprocess) for row in rows]
         return list(rows)

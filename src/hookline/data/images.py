@@ -14,7 +14,7 @@ from xxhash import xxh3_128
 from hookline.data.indexed_source import DataSetError, SingleItems
 from hookline.display.text import plural
 from hookline.errors import InputError
-from hookline.models.loaded_model import Preprocess, describe
+from hookline.models.loaded_model import Preprocess, describe_value
 from hookline.models.packages import error_in_short, import_package
 from hookline.util.local_paths import is_folder, is_special
 
@@ -85,7 +85,8 @@ class ImageItems(SingleItems):
             if value.shape != values[0].shape:
                 raise InputError(
                     f"{self.names[index]} and {self.names[indices[0]]} differ in shape once"
-                    f" preprocessed ({describe(value)} and {describe(values[0])}).\n{self.fix}"
+                    f" preprocessed ({describe_value(value)} and {describe_value(values[0])})."
+                    f"\n{self.fix}"
                 )
         return torch.stack(values)
 

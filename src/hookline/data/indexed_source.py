@@ -117,7 +117,7 @@ class Items(ABC):
         """Return what tells this data set from another one."""
 
     @abstractmethod
-    def load(self, number: int, indices: range, *, pinned: bool = False) -> RawBatch:
+    def load_batch(self, number: int, indices: range, *, pinned: bool = False) -> RawBatch:
         """Load a batch; errors are in the result.
 
         `pinned` tells that the tensors will be put in page-locked memory: what is copied anyway may
@@ -142,7 +142,7 @@ class SingleItems(Items):
     def collate(self, values: list[Any], indices: list[int]) -> Any:
         """Make one value of items."""
 
-    def load(self, number: int, indices: range, *, pinned: bool = False) -> RawBatch:
+    def load_batch(self, number: int, indices: range, *, pinned: bool = False) -> RawBatch:
         """Load a batch; errors are in the result. None of it is pinned here."""
         batch = RawBatch(number, [])
         values = []
@@ -207,7 +207,7 @@ class SingleItems(Items):
 
 @final
 @dataclass(eq=False)
-class _Batches(Dataset[RawBatch]):
+class _BatchDataset(Dataset[RawBatch]):
     """The data set whose items are batches."""
 
     items: Items
@@ -220,7 +220,7 @@ class _Batches(Dataset[RawBatch]):
         stop = min(start + self.batch_size, self.n_items)
         try:
             with seeded(number) if self.items.may_draw_random else nullcontext():
-                return self.items.load(number, range(start, stop), pinned=self.pinned)
+                return self.items.load_batch(number, range(start, stop), pinned=self.pinned)
         except InputError as error:
             if get_worker_info() is None:
                 raise
@@ -283,7 +283,7 @@ class IndexedSource(DataSource):
         dataset = getattr(self._items, "dataset", None)
         pins = self._loading.pin_memory and torch.accelerator.is_available()
         loader: DataLoader[RawBatch] = DataLoader(
-            _Batches(self._items, self.n_items, self.batch_size, pins and not workers),
+            _BatchDataset(self._items, self.n_items, self.batch_size, pins and not workers),
             batch_size=None,  # each item of the data set is a batch
             sampler=self._check_numbers(numbers),
             collate_fn=_as_it_is,

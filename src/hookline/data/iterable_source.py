@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hookline.data.data_source import DataSource, NumberedBatch
 from hookline.data.indexed_source import DataSetError, FailedItem, SkipMark, start_iterator
 from hookline.data.seeding import seeded
-from hookline.data.texts import text_or_skip, unwrap_text_key
+from hookline.data.texts import text_or_skip_mark, unwrap_text_key
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import tensors
 from hookline.errors import InputError
@@ -138,7 +138,7 @@ class IterableSource(DataSource):
         if self._tokenize is not None:
             texts = unwrap_text_key(data)
             if isinstance(texts, list | tuple) and _are_texts_or_blank(texts):
-                marked = list(enumerate(map(text_or_skip, texts)))
+                marked = list(enumerate(map(text_or_skip_mark, texts)))
                 good = [text for _, text in marked if isinstance(text, str)]
                 blank = {place: mark for place, mark in marked if isinstance(mark, SkipMark)}
                 return self._tokenize(good) if good else None, blank

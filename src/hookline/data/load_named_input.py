@@ -24,7 +24,7 @@ from hookline.data.texts import TextItems, as_tokenizer
 from hookline.display.text import plural
 from hookline.errors import InputError, check_one_of
 from hookline.models.demo import load_demo_digits
-from hookline.models.loaded_model import Batch, LoadedModel, describe
+from hookline.models.loaded_model import Batch, LoadedModel, describe_value
 from hookline.models.packages import import_package
 from hookline.util.local_paths import is_file, is_folder, is_special, printable
 
@@ -122,7 +122,7 @@ def _make_random(spec: str, loaded: LoadedModel) -> Batch:
     else:
         high = 2 if dtype is torch.bool else min(_N_IDS, _vocabulary_size(loaded.model))
         tensor = _seeded_integers(shape, high).to(dtype)
-    return Batch((tensor,), {}, f"random, {describe(tensor)}")
+    return Batch((tensor,), {}, f"random, {describe_value(tensor)}")
 
 
 def _seeded_normal(shape: Sequence[int]) -> Tensor:
@@ -153,7 +153,7 @@ def make_picture_batch(
     pixels: Tensor, source: str, loaded: LoadedModel, pictures: tuple[Image, ...] = ()
 ) -> Batch:
     """Return preprocessed pictures as a batch for a model."""
-    description = f"{source}, {describe(pixels)}"
+    description = f"{source}, {describe_value(pixels)}"
     # A model with several inputs (text and pictures) names the one that takes pictures.
     if "pixel_values" in inspect.signature(loaded.model.forward).parameters:
         return Batch((), {"pixel_values": pixels}, description, pictures)
@@ -164,7 +164,7 @@ def _demo_batch() -> Batch:
     pixels, _ = load_demo_digits()
     image_module = import_package("PIL.Image", "demo:digits", InputError)
     pictures = [image_module.fromarray((image[0] * 255).round().byte().numpy()) for image in pixels]
-    return Batch((pixels,), {}, f"eight digits, {describe(pixels)}", tuple(pictures))
+    return Batch((pixels,), {}, f"eight digits, {describe_value(pixels)}", tuple(pictures))
 
 
 def _load_path(path: Path, loaded: LoadedModel) -> Batch:
@@ -219,7 +219,7 @@ def _load_arrays(path: Path, model: nn.Module) -> Batch:
     values = list(content.values() if isinstance(content, dict) else content)
     if not any(isinstance(value, Tensor) for value in values):
         raise InputError(
-            f"{path} must hold a tensor, got {describe(values[0]) if values else 'none'}.\n"
+            f"{path} must hold a tensor, got {describe_value(values[0]) if values else 'none'}.\n"
             "Save a tensor, a tuple of arguments, or a dict of keyword arguments."
         )
     batch = _to_described_batch(content, path.name)
@@ -230,10 +230,10 @@ def _load_arrays(path: Path, model: nn.Module) -> Batch:
 def _to_described_batch(data: Any, source: str) -> Batch:
     """Return the data of a batch as arguments, with a description of each."""
     if isinstance(data, dict):
-        parts = [f"{key} {describe(value)}" for key, value in data.items()]
+        parts = [f"{key} {describe_value(value)}" for key, value in data.items()]
         return Batch((), data, ", ".join([source, *parts]))
     args = data if isinstance(data, tuple) else (data,)
-    return Batch(args, {}, ", ".join([source, *map(describe, args)]))
+    return Batch(args, {}, ", ".join([source, *map(describe_value, args)]))
 
 
 def _is_text(spec: str) -> bool:
@@ -297,7 +297,7 @@ def _guess_by_first_layer(loaded: LoadedModel) -> Batch | None:
     for module in loaded.model.modules():
         x = _random_input_for(module)
         if x is not None:
-            return Batch((x,), {}, f"random, {describe(x)}")
+            return Batch((x,), {}, f"random, {describe_value(x)}")
         if any(True for _ in module.parameters(recurse=False)):
             return None  # the first layer is of an unknown kind
     return None

@@ -51,7 +51,7 @@ class TextItems(SingleItems):
 
     def read(self, indices: Sequence[int]) -> list[Any]:
         """Read texts; mark blank ones."""
-        return list(map(text_or_skip, self.read_texts(indices)))
+        return list(map(text_or_skip_mark, self.read_texts(indices)))
 
     def collate(self, values: list[Any], indices: list[int]) -> Any:
         """Tokenize texts."""
@@ -64,7 +64,7 @@ def unwrap_text_key(data: Any) -> Any:
     return texts if texts is None or isinstance(texts, str | list) else data
 
 
-def text_or_skip(text: Any) -> str | SkipMark:
+def text_or_skip_mark(text: Any) -> str | SkipMark:
     """Return a text, or the mark of one that cannot be run because it is blank."""
     if text is None or (isinstance(text, str) and not text.strip()):
         return _BLANK

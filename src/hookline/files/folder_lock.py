@@ -52,7 +52,7 @@ class _Owner(NamedTuple):
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}"
 
-    def state(self) -> Literal["this process", "alive", "ended", "unknown"]:
+    def process_state(self) -> Literal["this process", "alive", "ended", "unknown"]:
         """Tell whether the process is alive, as far as that is known here."""
         this_process = _Owner.this_process()
         if self == this_process:
@@ -160,7 +160,7 @@ class FolderLock:
     def _lock_error(self) -> FolderError:
         """Return the error for a lock that another descriptor holds, wherever that is."""
         owner = _read_owner(self._path)
-        state = "unknown" if owner is None else owner.state()
+        state = "unknown" if owner is None else owner.process_state()
         if state == "this process":
             return _busy_error(f"this process is writing to {self._shown} already")
         if state != "ended":
@@ -188,7 +188,7 @@ class FolderLock:
         """Check that no process named in a file may be writing; return the one that was."""
         path = self._folder / name
         owner = _read_owner(path)
-        state = "ended" if owner is None else owner.state()
+        state = "ended" if owner is None else owner.process_state()
         if state == "unknown":
             raise FolderError(
                 f"{owner} may be writing to {self._shown}: {path} names it, and this machine cannot"

@@ -241,7 +241,7 @@ class LocalPlace:
         """Return what changes with a file's bytes: its device, inode, size and time."""
         return file_state(os.stat(self.folder / name))
 
-    def lock(self, stack: ExitStack) -> None:
+    def lock_until_exit(self, stack: ExitStack) -> None:
         """Keep other writers out until a stack closes, and remove what killed ones have left.
 
         A new folder into which nothing was written is removed then.
@@ -373,7 +373,7 @@ class RemotePlace:
         """Download a range of an object's bytes."""
         return np.frombuffer(self.read(name, start, stop), np.uint8)
 
-    def lock(self, stack: ExitStack) -> None:
+    def lock_until_exit(self, stack: ExitStack) -> None:
         """Do nothing: object stores have no locks."""
 
     @contextmanager
@@ -430,13 +430,13 @@ Place = LocalPlace | RemotePlace
 
 @contextmanager
 def locked(place: Place) -> Iterator[None]:
-    """Keep other writers out of the block: `place.lock` for the block alone.
+    """Keep other writers out of the block: `place.lock_until_exit` for the block alone.
 
     Raises:
         FolderError: another process is writing there.
     """
     with ExitStack() as stack:
-        place.lock(stack)
+        place.lock_until_exit(stack)
         yield
 
 

@@ -58,7 +58,7 @@ def encode_tensors(tensors: Sequence[Tensor]) -> tuple[Iterator[Any], list[str]]
             f'"{number}":{{"dtype":"{DTYPE_NAMES[tensor.dtype]}","shape":{list(tensor.shape)},'
             f'"data_offsets":[{start},{end}]}}'
         )
-    head = frame_header("{" + ",".join(entries) + "}")
+    head = length_prefixed_header("{" + ",".join(entries) + "}")
     sums = [checksum(head), *[""] * len(tensors)]
 
     def buffers() -> Iterator[Any]:
@@ -71,7 +71,7 @@ def encode_tensors(tensors: Sequence[Tensor]) -> tuple[Iterator[Any], list[str]]
     return buffers(), sums
 
 
-def frame_header(header: str) -> bytes:
+def length_prefixed_header(header: str) -> bytes:
     """Return a header as it begins a file: padded with spaces, behind the 8 bytes of its length."""
     text = header.encode()
     text += b" " * (-len(text) % 8)

@@ -91,7 +91,7 @@ def _labels_text(labels: tuple[str, ...]) -> str:
     return f"{plural(len(labels), 'label')} ({listed([*map(repr, labels)], _N_LABELS_SHOWN)})"
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Describe a tensor by shape and dtype, `1x3x224x224 float32`; any other value by its type."""
     if not isinstance(value, Tensor):
         return type(value).__name__

@@ -19,7 +19,7 @@ from hookline.display.text import name_without_torch
 from hookline.engine import is_dtensor, layout_json, local_part
 from hookline.engine.pytree import describe, tree
 from hookline.files.safetensors_file import DTYPE_NAMES
-from hookline.recordings.join_dtensor_parts import Layout, Part
+from hookline.recordings.join_dtensor_parts import DTensorLayout, Part
 
 # The dtypes of the safetensors format; complex128 is stored as pairs of float64.
 _STORABLE = frozenset({*DTYPE_NAMES, torch.complex128})
@@ -283,7 +283,9 @@ def _view_as_complex(pairs: Tensor) -> Tensor:
 
 def _record_layout(tensor: Tensor, data: Any, part_by_id: dict[int, Part] | None) -> Tensor:
     """Note the layout of a tensor, as a view of its own: two layouts may share a tensor."""
-    layout = None if part_by_id is None or SHARD not in data else Layout.from_json(data[SHARD])
+    layout = (
+        None if part_by_id is None or SHARD not in data else DTensorLayout.from_json(data[SHARD])
+    )
     if part_by_id is None or layout is None:
         return tensor
     view = tensor.view_as(tensor)

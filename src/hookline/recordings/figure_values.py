@@ -27,7 +27,7 @@ from hookline.statistics.value_statistics import main_tensor, measured_tensors
 Source = Recording | PassRecord
 
 
-def check_source(source: Any) -> None:
+def check_plot_source(source: Any) -> None:
     """Refuse a source that is not a recording: a model, a tensor, a folder's name."""
     if not isinstance(source, Recording | PassRecord):
         raise InputError(
@@ -55,7 +55,7 @@ def check_count(name: str, count: Any, most: int | None = None) -> None:
         )
 
 
-def check_sample(sample: Any) -> None:
+def check_sample_index(sample: Any) -> None:
     """Check the index of a sample."""
     if isinstance(sample, bool) or not isinstance(sample, int):
         raise InputError(
@@ -64,7 +64,7 @@ def check_sample(sample: Any) -> None:
         )
 
 
-def walk_values(source: Source) -> Iterator[RecordedValue]:
+def iterate_source_values(source: Source) -> Iterator[RecordedValue]:
     """Yield the values of a recording or a pass in firing order, without reading them.
 
     If several backward passes went over a pass, their gradients follow it, one pass at a time.
@@ -118,18 +118,18 @@ def look_up_main_tensor(source: Source, key: Key, name: str = "") -> LabelledTen
         InputError: the value holds no tensor.
     """
     value, unread = _look_up_value(source, key, name)
-    return _make_value(unread, value, main_tensor(value))
+    return _label_tensor(unread, value, main_tensor(value))
 
 
 def look_up_tensors(source: Source, key: Key) -> list[LabelledTensor]:
     """Look up every tensor that is measured of the only value of a site; errors as above."""
     value, unread = _look_up_value(source, key, "")
-    return _make_values(unread, value)
+    return _label_tensors(unread, value)
 
 
 def _look_up_value(source: Source, key: Key, name: str) -> tuple[Any, _ValueLabels]:
     """Return the only value of a site, and what names it."""
-    check_source(source)
+    check_plot_source(source)
     if isinstance(key, Selection):
         key = only_site(key)
     try:
@@ -167,7 +167,7 @@ def only_pass(source: Source, name: str = "") -> PassRecord:
         NotRecordedError: the model has not run.
         InputError: the recording has several passes.
     """
-    check_source(source)
+    check_plot_source(source)
     if isinstance(source, PassRecord):
         return source
     filled = [record for record in source.passes if len(record)]
@@ -189,11 +189,11 @@ def iterate_tensors(record: PassRecord) -> Iterator[tuple[str, LabelledTensor | 
 
     The key of a value with one such tensor is its site, and else has the leaf, too.
     """
-    for recorded in walk_values(record):
+    for recorded in iterate_source_values(record):
         suffix = "" if recorded.backward is None else f", backward {recorded.backward}"
         key = recorded.key + suffix
         try:
-            values = _make_values(
+            values = _label_tensors(
                 _ValueLabels(recorded.key, recorded.site.module_type), recorded.read()
             )
         except OverwrittenError:
@@ -254,12 +254,12 @@ class _ValueLabels:
     where: str = ""
 
 
-def _make_values(unread: _ValueLabels, value: Any) -> list[LabelledTensor]:
+def _label_tensors(unread: _ValueLabels, value: Any) -> list[LabelledTensor]:
     tensors: list[Tensor | None] = [tensor for _, tensor in measured_tensors(value)]
-    return [_make_value(unread, value, tensor) for tensor in tensors or [None]]
+    return [_label_tensor(unread, value, tensor) for tensor in tensors or [None]]
 
 
-def _make_value(unread: _ValueLabels, value: Any, tensor: Tensor | None) -> LabelledTensor:
+def _label_tensor(unread: _ValueLabels, value: Any, tensor: Tensor | None) -> LabelledTensor:
     """Name a tensor of a value; refuse one without numbers."""
     label = unread.label
     if tensor is None:

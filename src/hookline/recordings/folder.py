@@ -78,7 +78,7 @@ class _TensorWriter:
         self._names: dict[tuple[Any, ...], str] = {}
         self._alive: list[Tensor] = []  # a freed tensor's address could be reused by another
 
-    def put(self, tensor: Tensor) -> str:
+    def add_tensor(self, tensor: Tensor) -> str:
         """Store a tensor and return its name; a tensor in the same memory is stored once."""
         identity = (
             tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device,
@@ -198,10 +198,10 @@ def write_tensor_files(place: Place, token: str, contents: FolderContents) -> by
 
 def _encode_value(value: Any, writer: _TensorWriter, lost: Lost) -> Any:
     if isinstance(value, StoredValue):  # what it has lost is known
-        return value.encode(writer.put)
+        return value.encode(writer.add_tensor)
     if isinstance(value, PartialGradients):
         value = value.load()
-    return encode(value, writer.put, lost)
+    return encode(value, writer.add_tensor, lost)
 
 
 def encode_manifest(body: Mapping[str, Any]) -> bytes:

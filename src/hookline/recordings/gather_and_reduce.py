@@ -34,7 +34,7 @@ from hookline.engine import (
 from hookline.errors import AmbiguousError, HooklineError, RanksError
 from hookline.files.safetensors_file import view_as_bytes
 from hookline.recordings.join_dtensor_parts import (
-    Layout,
+    DTensorLayout,
     Part,
     ReplicaFingerprint,
     fingerprint_replica,
@@ -137,7 +137,7 @@ class CollectiveLookup:
 
 
 def _fingerprint_copy(tensor: Tensor) -> ReplicaFingerprint:
-    layout = Layout.from_json(layout_json(tensor)) if is_dtensor(tensor) else None
+    layout = DTensorLayout.from_json(layout_json(tensor)) if is_dtensor(tensor) else None
     return None if layout is None else fingerprint_replica(layout, local_part(tensor))
 
 

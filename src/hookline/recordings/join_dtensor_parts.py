@@ -19,10 +19,12 @@ from torch import Tensor
 from hookline.errors import AmbiguousError, RanksError, warn
 from hookline.files.safetensors_file import to_byte_array
 
-Part = tuple["Layout", Tensor]
+Part = tuple["DTensorLayout", Tensor]
 # The part that a rank has a copy of, and a hash of its numbers; None where no other rank has it.
 ReplicaFingerprint = list[str] | None
-Copy = tuple[int, tuple[int, ...]]  # the first rank of a mesh, and the coordinates of a replica
+ReplicaKey = tuple[
+    int, tuple[int, ...]
+]  # the first rank of a mesh, and the coordinates of a replica
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add, "avg": torch.add, "product": torch.mul,
@@ -33,7 +35,7 @@ _N_FIELDS = {"replicate": 1, "shard": 2, "strided": 3, "partial": 2, "unknown": 
 
 @final
 @dataclass(frozen=True)
-class Layout:
+class DTensorLayout:
     """Locate one rank's part in the whole of a DTensor."""
 
     shape: tuple[int, ...]  # the shape of the whole tensor
@@ -48,7 +50,7 @@ class Layout:
     placements: tuple[tuple[Any, ...], ...]
 
     @classmethod
-    def from_json(cls, data: Any) -> Layout | None:
+    def from_json(cls, data: Any) -> DTensorLayout | None:
         """Read a layout of a manifest; None for one of an older hookline, without placements."""
         if data is True:
             return None
@@ -111,7 +113,7 @@ class Layout:
         return ", ".join(texts)
 
     @property
-    def replica_key(self) -> Copy:
+    def replica_key(self) -> ReplicaKey:
         """The mesh and the replica in it that a part belongs to."""
         return self.first, self.coordinates_along("replicate")
 
@@ -200,7 +202,7 @@ def guess_layout_text(parts: Sequence[Part], question: str) -> str:
     return f"The parts are {', '.join(map(str, map(list, shapes)))} of {list(shape)}."
 
 
-def fingerprint_replica(layout: Layout, part: Tensor) -> ReplicaFingerprint:
+def fingerprint_replica(layout: DTensorLayout, part: Tensor) -> ReplicaFingerprint:
     """Describe a part of which several ranks have copies; None for other parts."""
     pairs = zip(layout.mesh, layout.placements, strict=True)
     has_copies = any(n > 1 and row[0] == "replicate" for n, row in pairs)
@@ -280,7 +282,7 @@ def _join_mesh(parts: list[Part], question: str, replica: tuple[int, ...] | None
     return whole / len(summands) if layout.reduction == "avg" else whole
 
 
-def _rank_independent_fields(layout: Layout) -> tuple[Any, ...]:
+def _rank_independent_fields(layout: DTensorLayout) -> tuple[Any, ...]:
     return layout.shape, layout.mesh, layout.first, layout.placements
 
 

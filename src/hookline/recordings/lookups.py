@@ -20,7 +20,7 @@ from hookline.recordings.gather_and_reduce import (
     reduce_over_ranks,
     reduce_saved_ranks,
 )
-from hookline.recordings.join_dtensor_parts import Layout, Part
+from hookline.recordings.join_dtensor_parts import DTensorLayout, Part
 from hookline.recordings.key_index import Key, ParsedKey
 from hookline.recordings.log_entries import Entry
 from hookline.recordings.pass_log import Log, Read
@@ -59,17 +59,17 @@ class Lookups(Mapping[str, Any]):
             entry.value.holds_shard()
             if isinstance(entry.value, StoredValue)
             else any(is_dtensor(tensor) for _, tensor in tree.tensors(entry.value))
-            for _, entries in self._log.find(self._parse_key(key))
+            for _, entries in self._log.find_entries(self._parse_key(key))
             for entry in entries
         )
 
-    def layouts(self, key: Key) -> list[Layout]:
+    def layouts(self, key: Key) -> list[DTensorLayout]:
         """Return the layout of each DTensor of which a value of a site holds this rank's part."""
         placed: dict[int, Part] = {}
         value = self._single_value(key, partial(_load_with_layouts, placed))
         live = [layout_json(tensor) for _, tensor in tree.tensors(value) if is_dtensor(tensor)]
         layouts = [layout for layout, _ in placed.values()]
-        return layouts + [layout for data in live if (layout := Layout.from_json(data))]
+        return layouts + [layout for data in live if (layout := DTensorLayout.from_json(data))]
 
     def values_by_replica(self, key: Key, dim: int | str | None = None) -> dict[int, Any]:
         """Return the value of each rank that has one, with whole DTensors, each value once.

@@ -156,7 +156,7 @@ class Log:
             n_calls[entry.site] += 1
         return fired
 
-    def find(
+    def find_entries(
         self, parsed_key: ParsedKey, within: Pass | None = None, backward: int | None = None
     ) -> list[tuple[Pass, list[Entry]]]:
         """Find a site's entries in each pass that has any. No value is read.

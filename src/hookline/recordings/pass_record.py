@@ -150,7 +150,7 @@ class PassRecord(Lookups, Result):
         return f"{name}.backwards[{self._log.autograd_runs(self._pass).index(self._backward)}]"
 
     def _find_entries(self, parsed_key: ParsedKey) -> tuple[Pass, list[Entry]]:
-        return self._log.find(parsed_key, self._pass, self._backward)[0]
+        return self._log.find_entries(parsed_key, self._pass, self._backward)[0]
 
     def _fired(self) -> list[tuple[int, int, int | None]]:
         return self._log.fired_sites(self._pass, self._backward)

@@ -214,8 +214,8 @@ class Recording(Lookups, Result):
         return PassList(self._log)
 
     def _single_value(self, key: Key, read: Read | None = None) -> Any:
-        log, parsed_key = self._log_and_lookup(key)
-        passes = log.find(parsed_key)
+        log, parsed_key = self._log_and_parsed_key(key)
+        passes = log.find_entries(parsed_key)
         if len(passes) > 1:
             of_pass = log.key_of_first_entry(parsed_key, *passes[0])
             raise AmbiguousError(
@@ -253,8 +253,8 @@ class Recording(Lookups, Result):
             NotRecordedError: the site did not fire.
             AmbiguousError: the site has values on several ranks.
         """
-        log, parsed_key = self._log_and_lookup(key)
-        (current, entries), *later = log.find(parsed_key)
+        log, parsed_key = self._log_and_parsed_key(key)
+        (current, entries), *later = log.find_entries(parsed_key)
         code = f".passes[{current.number}]" if later else ""
         return code, str(log.key_of_first_entry(parsed_key, current, entries))
 
@@ -279,8 +279,8 @@ class Recording(Lookups, Result):
             AmbiguousError: the site has values of several passes, or gradients of several backward
                 passes. For one pass, write `run.passes[1].calls(key)`.
         """
-        log, parsed_key = self._log_and_lookup(key)
-        passes = log.find(parsed_key)
+        log, parsed_key = self._log_and_parsed_key(key)
+        passes = log.find_entries(parsed_key)
         if len(passes) > 1:
             raise AmbiguousError(
                 f"{str(parsed_key)!r} ran in {len(passes)} passes.\nWrite"
@@ -312,7 +312,7 @@ class Recording(Lookups, Result):
             AmbiguousError: the module ran several times in a pass.
             StructureError: the values are not tensors of one shape.
         """
-        return stack_passes(*self._log_and_lookup(key))
+        return stack_passes(*self._log_and_parsed_key(key))
 
     @overload
     def cat(self, key: Key, dim: int = 0) -> Tensor: ...
@@ -348,7 +348,7 @@ class Recording(Lookups, Result):
             StructureError: the values are not tensors, have no dimension `dim`, or differ in
                 another dimension.
         """
-        log, parsed_key = self._log_and_lookup(key)
+        log, parsed_key = self._log_and_parsed_key(key)
         if dim is None:
             return [value for calls in log.values_by_pass(parsed_key) for value in calls]
         return cat_passes(log, parsed_key, dim)
@@ -574,9 +574,9 @@ class Recording(Lookups, Result):
         return self.ranks
 
     def _parse_key(self, key: Key) -> ParsedKey:
-        return self._log_and_lookup(key)[1]
+        return self._log_and_parsed_key(key)[1]
 
-    def _log_and_lookup(self, key: Key) -> tuple[Log, ParsedKey]:
+    def _log_and_parsed_key(self, key: Key) -> tuple[Log, ParsedKey]:
         log = self._rank_with_value(key)._log
         return log, log.index.parse(key)
 

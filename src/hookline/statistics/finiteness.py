@@ -65,7 +65,7 @@ def probe_sum(value: Any) -> Tensor | None:
     return torch.stack([part.to(first, torch.float32) for part in parts]).sum()
 
 
-def probe_each(tensors: Iterable[Tensor]) -> list[Tensor]:
+def probe_sum_of_each(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Do the same for each tensor that has numbers: plain ones on a GPU by one call."""
     pairs = [(tensor.detach(), _can_sum_in_one_call(tensor)) for tensor in tensors]
     shared = [tensor for tensor, is_shared in pairs if is_shared]

@@ -19,7 +19,7 @@ from hookline.stores.shard_file import METADATA, OWN, ColumnForm
 
 @final
 @dataclass(frozen=True)
-class Tokens:
+class BatchTokens:
     """The tokens of a batch."""
 
     mask: Tensor  # whether each token counts, as a bool tensor of shape (items, longest item)
@@ -41,7 +41,7 @@ def extract_columns(
     record: PassValues,
     sites: Sequence[Site],
     n_items: int,
-    tokens: Tokens | None,
+    tokens: BatchTokens | None,
     forms_before: Mapping[str, ColumnForm] | None,
 ) -> tuple[dict[str, Tensor], dict[str, ColumnForm]]:
     """Take the columns out of one pass.
@@ -73,7 +73,7 @@ def extract_columns(
             _check_name(name)
             _check_dense(name, tensor)
             form_before = None if forms_before is None else forms_before.get(name)
-            rows, per = _rows_and_kind(name, tensor, n_items, tokens, form_before)
+            rows, per = _find_rows_and_kind(name, tensor, n_items, tokens, form_before)
             form = ColumnForm(name, DTYPE_NAMES[rows.dtype], tuple(rows.shape[1:]), per)
             if forms_before is not None and form != form_before:
                 raise StructureError(_form_change_text(name, form_before, form))
@@ -136,8 +136,8 @@ def _value_of_single_call(record: PassValues, site: Site) -> Any:
     return calls[0]
 
 
-def _rows_and_kind(
-    name: str, tensor: Tensor, n_items: int, tokens: Tokens | None, old_form: ColumnForm | None
+def _find_rows_and_kind(
+    name: str, tensor: Tensor, n_items: int, tokens: BatchTokens | None, old_form: ColumnForm | None
 ) -> tuple[Tensor, Literal["item", "token"]]:
     """Return a value's rows, and whether they are of items or of tokens.
 
@@ -168,7 +168,7 @@ def _rows_and_kind(
     )
 
 
-def _check_token_dimension(name: str, tensor: Tensor, tokens: Tokens) -> None:
+def _check_token_dimension(name: str, tensor: Tensor, tokens: BatchTokens) -> None:
     """Refuse a value whose second dimension may be tokens or something else.
 
     Such are scores of shape (items, tokens), and attention of shape (items, heads, tokens, ...) in
@@ -187,7 +187,7 @@ def _check_token_dimension(name: str, tensor: Tensor, tokens: Tokens) -> None:
     )
 
 
-def _check_encoder_or_decoder(name: str, tensor: Tensor, tokens: Tokens) -> None:
+def _check_encoder_or_decoder(name: str, tensor: Tensor, tokens: BatchTokens) -> None:
     """Refuse a value whose rows may be the tokens of an encoder or those of its decoder."""
     if tokens.rival is None:
         return
@@ -202,7 +202,7 @@ def _check_encoder_or_decoder(name: str, tensor: Tensor, tokens: Tokens) -> None
     )
 
 
-def _token_rows(tensor: Tensor, tokens: Tokens, *, may_be_flat: bool) -> Tensor | None:
+def _token_rows(tensor: Tensor, tokens: BatchTokens, *, may_be_flat: bool) -> Tensor | None:
     """Return the rows of tokens without padding; None if a value has none.
 
     `may_be_flat` allows the tokens of all items to follow each other in the first dimension.
@@ -215,7 +215,7 @@ def _token_rows(tensor: Tensor, tokens: Tokens, *, may_be_flat: bool) -> Tensor 
     return None
 
 
-def _drop_padding(tensor: Tensor, tokens: Tokens) -> Tensor:
+def _drop_padding(tensor: Tensor, tokens: BatchTokens) -> Tensor:
     """Drop the padding: slices where it is at the end, which are five times faster than a mask."""
     longest = tokens.mask.shape[1]
     lengths = torch.tensor(tokens.lengths, device=tokens.mask.device)
@@ -267,7 +267,7 @@ class CpuOffload:
         tensor.record_stream(self._stream)
         return copy
 
-    def waiter(self) -> Callable[[], None]:
+    def make_waiter(self) -> Callable[[], None]:
         """Return a function that waits until the values copied so far are on the CPU."""
         if self._stream is None:
             return lambda: None  # the values are on the CPU already

@@ -16,14 +16,14 @@ from hookline.display.text import name_without_torch, plural
 from hookline.engine import hide_from_dir
 from hookline.errors import StructureError
 from hookline.files.safetensors_file import DTYPES
-from hookline.stores.mapped_shards import MISSING, Gatherer, MappedRows, Shards, find_shard
+from hookline.stores.mapped_shards import MISSING, MappedRows, RowGatherer, Shards, find_shard
 from hookline.stores.shard_file import LENGTH, ColumnForm, array_to_tensor, numpy_dtype
 
 _MOST_AT_ONCE = 8192  # rows: they may lie in as many files
 
 
 @final
-@hide_from_dir("map_shard", "mapped_rows", "to_tensor")
+@hide_from_dir("shard_array", "mapped_rows", "to_tensor")
 class Column:
     """The values at one site, row after row, read from disk when they are asked for.
 
@@ -70,9 +70,9 @@ class Column:
         self._row_bytes = math.prod(self._form.shape) * self.dtype.itemsize
         # What a row is copied from: single numbers, and dtypes that NumPy lacks, need more.
         self._simple = self._mapped if self._is_plain and self._form.shape else {}
-        self._gatherer: Gatherer | None = None
-        if self._shards.is_mapped and Gatherer.can_gather(self._form.shape):
-            self._gatherer = Gatherer(self._form.shape, self._numpy_dtype)
+        self._gatherer: RowGatherer | None = None
+        if self._shards.is_mapped and RowGatherer.can_gather(self._form.shape):
+            self._gatherer = RowGatherer(self._form.shape, self._numpy_dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Column, (self._shards, self._form)

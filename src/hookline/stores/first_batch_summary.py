@@ -37,7 +37,9 @@ class ComputePrecision(NamedTuple):
     is_split: bool  # tensor parallelism adds the numbers in another order than one process does
 
     @staticmethod
-    def of(device: str, dtypes: Iterable[torch.dtype], *, is_split: bool) -> ComputePrecision:
+    def from_dtypes(
+        device: str, dtypes: Iterable[torch.dtype], *, is_split: bool
+    ) -> ComputePrecision:
         """Return the description of a model with parameters, or an autocast, of these dtypes."""
         rounding = max(
             ROUNDING[_PRECISIONS[torch.get_float32_matmul_precision()]],

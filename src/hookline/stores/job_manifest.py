@@ -241,7 +241,7 @@ def write_manifest(
     place.write(MANIFEST, [seal_json({**STORE.first_keys(), **body})])
 
 
-def is_finished(place: Place) -> bool:
+def is_store_finished(place: Place) -> bool:
     """Tell whether a place holds a store that has all its shards.
 
     Raises:

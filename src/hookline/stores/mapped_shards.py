@@ -307,10 +307,10 @@ class Shards:
         if data is None:
             data = self.places[shard].view(self._file_name(shard), span.start, span.stop)
             self._alive[shard, column] = data
-        self._make_room(data.nbytes, shard)
+        self._evict_downloads(data.nbytes, shard)
         return data
 
-    def _make_room(self, n_bytes: int, shard: int) -> None:
+    def _evict_downloads(self, n_bytes: int, shard: int) -> None:
         """Forget what was downloaded first, for columns that are not on this machine."""
         self._downloaded[shard] = self._downloaded.get(shard, 0) + n_bytes
         while sum(self._downloaded.values()) > MOST_DOWNLOADED and len(self._downloaded) > 1:
@@ -359,7 +359,7 @@ _MOST_NUMBERS = 2**14  # of a row: NumPy computes the bytes of the whole array i
 
 
 @final
-class Gatherer:
+class RowGatherer:
     """Copies rows of one shape and dtype from wherever they lie in this process."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

@@ -31,8 +31,8 @@ from hookline.files.safetensors_file import (
     DTYPE_NAMES,
     DTYPES,
     IN_NUMPY,
-    frame_header,
     header_end,
+    length_prefixed_header,
     to_byte_array,
 )
 from hookline.files.unreadable_or_damaged import DAMAGE, DamagedError, convert_read_errors
@@ -196,7 +196,9 @@ def _column_parts(chunks: Sequence[BatchRows]) -> dict[str, list[Tensor]]:
 
 def _sealed_header(description: Mapping[str, Any], entries: Mapping[str, Any]) -> bytes:
     """Return the 8 bytes of length and the header, with its checksum filled in."""
-    head = frame_header(json.dumps({METADATA: {"hookline": json.dumps(description)}, **entries}))
+    head = length_prefixed_header(
+        json.dumps({METADATA: {"hookline": json.dumps(description)}, **entries})
+    )
     at = head.index(_BLANK)
     return head[:at] + xxh3_128_hexdigest(head).encode() + head[at + len(_BLANK) :]
 

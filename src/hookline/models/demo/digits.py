@@ -34,10 +34,10 @@ def load_demo_digits() -> tuple[Tensor, Tensor]:
     return samples["images"], samples["labels"]
 
 
-def training_facts() -> dict[str, Any]:
+def load_training_facts() -> dict[str, Any]:
     """Read the facts about the training of the demo's model.
 
-        >>> training_facts()["n_test"]
+        >>> load_training_facts()["n_test"]
         450
 
     Returns:

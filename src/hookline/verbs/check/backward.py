@@ -30,7 +30,11 @@ from hookline.engine import (
     unreduced_gradients,
 )
 from hookline.errors import NonFiniteError, warn
-from hookline.statistics.finiteness import indices_of_non_finite, non_finite_kinds, probe_each
+from hookline.statistics.finiteness import (
+    indices_of_non_finite,
+    non_finite_kinds,
+    probe_sum_of_each,
+)
 from hookline.verbs.check.agree_across_ranks import earliest_of_ranks, rank_here
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.forward import NOT_REPEATED, ForwardChecks
@@ -444,7 +448,9 @@ class BackwardChecks:
     def _gradients_are_finite(self, ids: set[int] | None = None) -> bool:
         weights = [weight for _, weight in self._weights if ids is None or id(weight) in ids]
         grads = [weight.grad for weight in weights if weight.grad is not None]
-        return not indices_of_non_finite(probe_each(grads)) or not any(map(non_finite_kinds, grads))
+        return not indices_of_non_finite(probe_sum_of_each(grads)) or not any(
+            map(non_finite_kinds, grads)
+        )
 
 
 def _do_nothing() -> None:

@@ -33,7 +33,7 @@ from hookline.statistics.finiteness import (
     indices_of_non_finite,
     is_measurable,
     non_finite_kinds,
-    probe_each,
+    probe_sum_of_each,
 )
 from hookline.verbs.check.backward import BackwardChecks
 from hookline.verbs.check.finding import SINCE_START, CheckFinding
@@ -158,7 +158,7 @@ def _find_bad_weight(
         entry for entry in named_parameters_and_buffers(nodes)
         if is_measurable(entry[2]) and (with_buffers or entry[0] == "parameter")
     ]  # fmt: skip
-    probes = probe_each(tensor for _, _, tensor in entries)
+    probes = probe_sum_of_each(tensor for _, _, tensor in entries)
     for index in indices_of_non_finite(probes):
         kind, path, tensor = entries[index]
         if non_finite_kinds(tensor) & ~allowed[kind]:

@@ -26,7 +26,7 @@ from hookline.errors import InputError, SelectionError
 from hookline.models.checkpoints import ModuleState, read_state_dict
 from hookline.opening import open as open_folder
 from hookline.recordings import PassRecord, Recording
-from hookline.recordings.figure_values import walk_values
+from hookline.recordings.figure_values import iterate_source_values
 from hookline.recordings.recorded_values import RecordedValue
 from hookline.recordings.recording import has_lost_model, is_read_from_folder, living_model
 from hookline.stores import Store
@@ -218,7 +218,7 @@ def _lazy_safetensors(path: Path) -> Mapping[str, Any]:
 
 def _side_from_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     if isinstance(source, PassRecord):
-        of_pass = [_recorded_entry(value, "", {}) for value in walk_values(source)]
+        of_pass = [_recorded_entry(value, "", {}) for value in iterate_source_values(source)]
         return Side("recording", of_pass, source=source, settings=_distinct_settings([source]))
     ranks = source.ranks or (source,)
     modules = {path: kind for rank in ranks for path, kind in rank.modules.items()}
@@ -226,7 +226,7 @@ def _side_from_recording(source: Recording | PassRecord, dims: Dims | None) -> S
     entries: dict[str, Entry] = {}  # of several ranks, those of each in its firing order
     for rank in ranks:
         has_passes = len(passes_with_values(rank)) > 1
-        for value in walk_values(rank):
+        for value in iterate_source_values(rank):
             entry = _recorded_entry(value, f"#pass{value.record.number}" * has_passes, depths)
             if source.ranks:
                 read = partial(
@@ -295,7 +295,9 @@ def _values_with_pass_numbers(
         for records in zip(*passes, strict=False):
             for record in records:
                 suffix = f"#pass{record.number}" * (n_passes > 1)
-                yield from ((number, (group, value, suffix)) for value in walk_values(record))
+                yield from (
+                    (number, (group, value, suffix)) for value in iterate_source_values(record)
+                )
             number += 1
 
 

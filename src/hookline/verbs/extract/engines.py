@@ -48,7 +48,7 @@ def write_shards(
     """Make shards in this thread, and write them in another one."""
     with ShardWriter(place, on_written, job=job.digest) as writer:
         for number, chunks in run_shards(worker, job, shards):
-            writer.submit(number, chunks, worker.offload.waiter())
+            writer.submit(number, chunks, worker.offload.make_waiter())
 
 
 def read_shard_of_other_process(place: Place, number: int, job: str) -> Shard:

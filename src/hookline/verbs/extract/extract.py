@@ -16,7 +16,7 @@ from hookline.engine import Selector, require_model, sharding_kind, unwrap_ddp
 from hookline.errors import FolderError, HooklineError, InputError, check_one_of, check_option_names
 from hookline.files.folder_or_url import as_place
 from hookline.stores import Store, open_store
-from hookline.stores.job_manifest import is_finished
+from hookline.stores.job_manifest import is_store_finished
 from hookline.verbs.extract.collective_steps import Ranks
 from hookline.verbs.extract.engines import Engine, in_process_engine
 from hookline.verbs.extract.process_setup import ExtractOptions, ProcessSetup, check_options
@@ -192,10 +192,10 @@ def extract(
         def lock() -> None:
             check_empty_or_store(place)
             try:
-                place.lock(stack)
+                place.lock_until_exit(stack)
             except FolderError as error:
                 is_read_only = getattr(error.__cause__, "errno", None) in _READ_ONLY
-                if not (is_read_only and is_finished(place)):
+                if not (is_read_only and is_store_finished(place)):
                     raise
 
         ranks.run_on_first(lock)

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.data.seeding import seeded
 from hookline.engine.pytree import tree
 from hookline.errors import warn
-from hookline.stores.batch_columns import Tokens
+from hookline.stores.batch_columns import BatchTokens
 from hookline.verbs.record.float32_reductions import call_in_float32
 
 
@@ -47,7 +47,7 @@ class PaddingCheck:
         return keep_and_hold
 
     @contextmanager
-    def check_batch(self, tokens: Tokens | None) -> Iterator[None]:
+    def check_batch(self, tokens: BatchTokens | None) -> Iterator[None]:
         """Check the first batch with padding, which is run in the block."""
         if not self._is_done and tokens is not None and tokens.rival is None:
             self._mask = None if bool(tokens.mask.all()) else tokens.mask

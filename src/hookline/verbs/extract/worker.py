@@ -116,10 +116,10 @@ class Worker:
         dtypes = {parameter.dtype for parameter in model.parameters()}
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
-        self.offload.waiter()()
+        self.offload.make_waiter()()
         is_split = sharding_kind(model) == "split"
         return summarize_columns(
-            chunk.columns, ComputePrecision.of(kind, dtypes, is_split=is_split)
+            chunk.columns, ComputePrecision.from_dtypes(kind, dtypes, is_split=is_split)
         )
 
     def _run_whole_forward(self, batch: NumberedBatch) -> BatchRows:
@@ -129,7 +129,7 @@ class Worker:
     def run_batch(self, batch: NumberedBatch) -> BatchRows:
         """Run the model on a batch, unless that was done already, and return its rows.
 
-        The tensors may still be on their way from a device: `offload.waiter()` waits for them.
+        The tensors may still be on their way from a device: `offload.make_waiter()` waits for them.
 
         Raises:
             NotRecordedError: the model did not reach a site.
@@ -146,7 +146,7 @@ class Worker:
         with seeded(batch.number, self._accelerators):
             chunk = self._make_chunk(batch)
         # A batch holds pinned memory until the device has it.
-        self._ahead.append(self.offload.waiter())
+        self._ahead.append(self.offload.make_waiter())
         if len(self._ahead) > _MOST_AHEAD:
             self._ahead.popleft()()
         return chunk

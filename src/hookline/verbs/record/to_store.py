@@ -113,7 +113,7 @@ class StoreSink:
         self._has_told = False
         with ExitStack() as stack:
             _check_empty(place)
-            place.lock(stack)
+            place.lock_until_exit(stack)
             _check_empty(place)  # once more: another writer may have come between
             self._writer = stack.enter_context(ShardWriter(place, self._add_shard))
             self._open = stack.pop_all()
@@ -225,7 +225,7 @@ class StoreSink:
 
     def _write_shard(self) -> None:
         number = self._chunks[0].batch // self._job.shard_batches
-        self._writer.submit(number, self._chunks, self._offload.waiter())
+        self._writer.submit(number, self._chunks, self._offload.make_waiter())
         self._chunks = []
 
     def _add_shard(self, shard: Shard) -> None:

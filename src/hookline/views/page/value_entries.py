@@ -15,7 +15,7 @@ from hookline.engine.pytree.describe import leaf_text
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import FolderError, InputError, OverwrittenError
 from hookline.recordings import Recording
-from hookline.recordings.figure_values import walk_values
+from hookline.recordings.figure_values import iterate_source_values
 from hookline.recordings.recorded_values import RecordedValue
 from hookline.statistics import measure_moments
 from hookline.statistics.value_statistics import (
@@ -200,7 +200,8 @@ def list_values(recording: Recording) -> list[ValueEntry]:
     From a folder, only the manifest and the headers of its files are read.
     """
     entries = [
-        _unread_entry(recorded, order) for order, recorded in enumerate(walk_values(recording))
+        _unread_entry(recorded, order)
+        for order, recorded in enumerate(iterate_source_values(recording))
     ]
     places = {entry.place: entry for entry in entries}
     return [_with_main_of_value(entry, gradient_partner(places.get, entry)) for entry in entries]

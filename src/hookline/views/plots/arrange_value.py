@@ -14,7 +14,7 @@ from torch import Tensor
 from hookline.display.text import name_without_torch
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
-from hookline.recordings.figure_values import LabelledTensor, check_count, check_sample
+from hookline.recordings.figure_values import LabelledTensor, check_count, check_sample_index
 
 _LETTERS = "NCTLDHW"
 _DEFAULT_LAYOUTS = {1: "C", 2: "NC", 3: "NTC", 4: "NCHW", 5: "NCDHW"}
@@ -68,7 +68,7 @@ def _channels_first(
     value: LabelledTensor, layout: str | None, sample: int, default: str = ""
 ) -> tuple[Tensor, str, str]:
     """Return one sample, its channels first; the letters of its other dimensions; the layout."""
-    check_sample(sample)
+    check_sample_index(sample)
     tensor = drawable_tensor(value)
     letters = layout or _guess_layout(value, default)
     _check_layout(value, letters)

@@ -15,7 +15,7 @@ from hookline.errors import InputError
 from hookline.recordings.figure_values import (
     LabelledTensor,
     Source,
-    check_sample,
+    check_sample_index,
     look_up_main_tensor,
 )
 from hookline.views.pixels import Scale, colour_scale, range_text, shrink
@@ -125,7 +125,7 @@ def attention(
 
 def _attention_maps(value: LabelledTensor, sample: int) -> tuple[Tensor, str]:
     """Return the maps of one sample, [head, query, key], and which sample it is as text."""
-    check_sample(sample)
+    check_sample_index(sample)
     tensor = drawable_tensor(value)
     if tensor.dim() not in (3, 4) or tensor.is_complex():
         raise InputError(

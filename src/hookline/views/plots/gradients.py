@@ -14,7 +14,7 @@ import numpy.typing as npt
 from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.recordings import GradientRow, Recording
-from hookline.recordings.figure_values import check_source, walk_values
+from hookline.recordings.figure_values import check_plot_source, iterate_source_values
 from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
 from hookline.views.plots.site_rows import RowSheet, find_blocks, set_log_axis
 
@@ -54,7 +54,7 @@ def gradients(recording: Recording) -> Figure:
             ranks.
         HooklineError: matplotlib is not installed.
     """
-    check_source(recording)
+    check_plot_source(recording)
     if not isinstance(recording, Recording):
         raise InputError(
             "the recording must be whole, got one of its passes."
@@ -86,7 +86,7 @@ def _in_firing_order(recording: Recording) -> tuple[tuple[GradientRow, ...], str
     """Return the rows as their modules fired, if that is known; else as they are registered."""
     rows = recording.gradients().rows
     turns: dict[str, int] = {}
-    for place, value in enumerate(walk_values(recording)):
+    for place, value in enumerate(iterate_source_values(recording)):
         if value.site.port in ("output", "grad_output"):
             # Gradients come in the reverse order; those of outputs that were recorded, later.
             turn = place if value.site.port == "output" else -place

@@ -18,7 +18,7 @@ from hookline.recordings.figure_values import (
     LabelledTensor,
     SkippedValue,
     Source,
-    check_source,
+    check_plot_source,
     iterate_tensors,
     look_up_main_tensor,
     look_up_tensors,
@@ -100,7 +100,7 @@ def statistics(
         InputError: a statistic is unknown, or there is nothing to draw.
         HooklineError: matplotlib is not installed.
     """
-    check_source(recording)
+    check_plot_source(recording)
     names = [what] if isinstance(what, str) else list(what)
     unknown = [name for name in names if name not in HEADINGS]
     if unknown or not names:
