@@ -457,7 +457,7 @@ def _call_number(entry: Entry) -> int:
     return entry.call or 0
 
 
-def append_with_copy(note: Callable[[Any], None], entry: tuple[Any, ...]) -> None:
+def append_with_copy(append: Callable[[Any], None], entry: tuple[Any, ...]) -> None:
     """Append an entry, and copy a lone tensor whose version does not show changes.
 
     A fast tap notes such a tensor without a copy, with its bare version as the stamp.
@@ -466,7 +466,7 @@ def append_with_copy(note: Callable[[Any], None], entry: tuple[Any, ...]) -> Non
     if type(version) is int:
         value = value.clone()
         version = version_stamp(value)
-    note((site, value, version, *rest))
+    append((site, value, version, *rest))
 
 
 _COPY = "Record a copy: hl.record(..., copy=True)."
