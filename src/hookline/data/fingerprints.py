@@ -31,25 +31,25 @@ def fingerprint(value: Any) -> str:
             object counts by its type alone.
     """
     digest = xxh3_128()
-    for part in _encode_parts(value):
+    for part in _bytes_to_hash(value):
         # The length keeps two neighbours apart: ("ab", "c") is not ("a", "bc").
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
 
 
-def _encode_parts(value: Any) -> Iterator[Any]:
+def _bytes_to_hash(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         yield f"mapping {len(value)}".encode()
         for key, part in value.items():
             yield repr(key).encode()
-            yield from _encode_parts(part)
+            yield from _bytes_to_hash(part)
     elif isinstance(value, tuple | list):
         yield f"{'list' if isinstance(value, list) else 'tuple'} {len(value)}".encode()
         for part in value:
-            yield from _encode_parts(part)
+            yield from _bytes_to_hash(part)
     elif isinstance(value, Tensor) and value.is_nested:
-        yield from _encode_parts(("nested", *value.unbind()))
+        yield from _bytes_to_hash(("nested", *value.unbind()))
     elif isinstance(value, Tensor):
         value = value if value.layout is torch.strided else value.to_dense()
         yield f"tensor {value.dtype} {list(value.shape)}".encode()

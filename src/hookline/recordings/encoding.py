@@ -261,13 +261,13 @@ def decode(
     keys = [decode(key, _refuse_tensor) for key, _ in data[kind]]
     name = str(data.get("type", "Fields")).rpartition(".")[2]
     if kind == "dict":
-        return _check_distinct(dict(zip(keys, values, strict=True)), keys)
+        return _refuse_repeated_keys(dict(zip(keys, values, strict=True)), keys)
     if kind == "namedtuple":
         return _make_named_tuple_class(name, tuple(map(str, keys)))(*values)
     if kind == "fields":
         fields = Fields(zip(map(str, keys), values, strict=True))
         fields.type_name = name
-        return _check_distinct(fields, keys)
+        return _refuse_repeated_keys(fields, keys)
     raise ValueError(f"not an encoded value: {kind!r}")
 
 
@@ -313,7 +313,7 @@ _OF_DATA: dict[str, Callable[[Any], Any]] = {
 def _decode_set(values: list[Any]) -> set[Any]:
     """Return the members as a set."""
     try:
-        members: set[Any] = _check_distinct(set(values), values)
+        members: set[Any] = _refuse_repeated_keys(set(values), values)
     except TypeError as error:
         raise ValueError(f"not the members of a set: {error}") from None
     return members
@@ -329,7 +329,7 @@ _OF_PARTS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-def _check_distinct(value: Any, keys: list[Any]) -> Any:
+def _refuse_repeated_keys(value: Any, keys: list[Any]) -> Any:
     if len(value) != len(keys):
         raise ValueError("a value must have each key once")
     return value

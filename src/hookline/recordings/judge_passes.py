@@ -149,7 +149,7 @@ def findings_html(passes: Sequence[PassRecord], modules: Mapping[str, str], repo
     A large recording is not read for this: the HTML says so.
     """
     try:
-        if not _is_small(passes):
+        if not _is_quick_to_judge(passes):
             return _html_paragraph(
                 f"More than {size(_MOST_BYTES)} or {_MOST_VALUES:,} values: print(run.findings())"
                 " says what is wrong."
@@ -167,7 +167,7 @@ def findings_html(passes: Sequence[PassRecord], modules: Mapping[str, str], repo
     return f'<div class="hookline"><p>{lines}</p>{about}{strip}</div>'
 
 
-def _is_small(passes: Sequence[PassRecord]) -> bool:
+def _is_quick_to_judge(passes: Sequence[PassRecord]) -> bool:
     n_bytes = n_values = 0
     for record in passes:
         for recorded in iterate_recorded_values(record):

@@ -162,7 +162,7 @@ class _ReferenceNorms(NamedTuple):
 def _measure_reference_norms(blocks: Blocks, scale: float) -> _ReferenceNorms:
     total = _ReferenceNorms()
     by_c = partial(_reference_norms_by_c, scale)
-    for _, sizes in _measure_blocks(blocks, by_c, partial(_reference_norms_by_torch, scale)):
+    for _, sizes in _measure_block_pairs(blocks, by_c, partial(_reference_norms_by_torch, scale)):
         total = _ReferenceNorms(*map(operator.add, total, sizes))
     return total
 
@@ -171,7 +171,7 @@ def _measure_gaps(blocks: Blocks, scale: float, sizes: _ReferenceNorms) -> Gaps:
     total, n_rows, n_elements = Gaps(), 0, 0
     by_c = partial(_gaps_by_c, scale, sizes.least_denominators)
     by_torch = partial(_gaps_by_torch, scale, sizes.least_denominators)
-    for b, gaps in _measure_blocks(blocks, by_c, by_torch):
+    for b, gaps in _measure_block_pairs(blocks, by_c, by_torch):
         total = Gaps(
             total.gap + gaps.gap,
             total.norm_a + gaps.norm_a,
@@ -185,7 +185,7 @@ def _measure_gaps(blocks: Blocks, scale: float, sizes: _ReferenceNorms) -> Gaps:
     return total
 
 
-def _measure_blocks(
+def _measure_block_pairs(
     blocks: Blocks,
     by_c: Callable[[Tensor, Tensor], _Measurement | None],
     by_torch: Callable[[Tensor, Tensor], _Measurement],
