@@ -91,7 +91,7 @@ def test_few_batches_wait_for_the_device(tmp_path, monkeypatch):
         waiting.append(len(begun) - len(ended))
         return lambda: ended.append(offload)
 
-    monkeypatch.setattr(CpuOffload, "waiter", ready)
+    monkeypatch.setattr(CpuOffload, "make_waiter", ready)
     hl.extract(nn.Identity(), torch.zeros(40, 1), "", tmp_path / "s", batch_size=2)
     assert len(waiting) > 20
     assert max(waiting) <= 4  # that of the shard is one of them
