@@ -25,7 +25,7 @@ from hookline.verbs.profile.profile import Profile
 from hookline.verbs.shared.model_state import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs, call_model, sum_of_mean_squares
 from hookline.verbs.summary import Summary
-from hookline.views.page import Evidence, write_recording_page
+from hookline.views.page import ImagesAndClasses, write_recording_page
 
 PAGE = "report.html"
 _OUTPUTS_AND_INPUT = ["(root)", "**", "(root):input"]
@@ -86,7 +86,7 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
             title=loaded.name,
             subtitle=batch.description,
             summary=summary,
-            evidence=Evidence(batch.images, classes),
+            evidence=ImagesAndClasses(batch.images, classes),
         )
     return Inspection(summary, run, folder, page, classes, run.findings())
 

@@ -17,8 +17,8 @@ from hookline.views.page import (
     LimitedServer,
     OpenRecordings,
     write_comparison_page,
-    write_contents_page,
     write_curves_page,
+    write_folder_contents_page,
     write_page,
 )
 from hookline.views.page.served_folders import may_hold_finding, read_finding
@@ -66,18 +66,19 @@ def make_server(
         HooklineError: a folder holds no readable recording or run (unless `wait`), no port is free,
             or an extra is missing.
     """
-    shelf = OpenRecordings(*(FolderSource(folder, items) for folder in folders))
-    if not wait or shelf.version():
+    recordings = OpenRecordings(*(FolderSource(folder, items) for folder in folders))
+    if not wait or recordings.version():
         try:
-            if shelf.read_run() is None and shelf.read_finding() is None:
-                shelf.current_page()  # report a bad folder before serving; make the first page fast
+            if recordings.read_run() is None and recordings.read_finding() is None:
+                # Report a bad folder before serving; make the first page fast.
+                recordings.current_page_and_version()
         except FolderError as error:
             if wait or not any(map(_is_missing_or_empty, folders)):
                 raise
             raise FolderError(
                 f"{error}\nUse --wait to wait for a folder that is not written yet."
             ) from None
-    return LimitedServer(shelf, host, port)
+    return LimitedServer(recordings, host, port)
 
 
 def _is_missing_or_empty(folder: Path) -> bool:
@@ -120,7 +121,7 @@ def write_folder_page(
     if may_hold_finding(folder):
         return write_page(read_finding(folder), out_path), None
     contents = FolderSource(folder, items).read()
-    return write_contents_page(contents, out_path, title=folder.resolve().name)
+    return write_folder_contents_page(contents, out_path, title=folder.resolve().name)
 
 
 def serve_until_interrupt(server: LimitedServer, folders: list[Path], open_browser: bool) -> None:

@@ -19,7 +19,7 @@ import hookline as hl
 from benchmarks.large_recording import write as write_large
 from hookline.display.units import measure
 from hookline.views.page import FolderSource, LimitedServer, OpenRecordings
-from hookline.views.page.request_guard import Rules
+from hookline.views.page.request_guard import RequestRules
 from hookline.views.page.value_entries import read_tensor
 from packed_pages import core_of
 
@@ -84,7 +84,7 @@ def test_an_address_open_to_others_asks_for_the_printed_token(served, runs):
     assert len(token) >= 24
     assert server.get().status == 403
     assert server.get("?token=wrong").status == 403
-    cookie = Rules("0.0.0.0", token).cookie_name
+    cookie = RequestRules("0.0.0.0", token).cookie_name
     assert server.get(Cookie=f"{cookie}=wrong").status == 403
     assert server.get(Cookie=f"{cookie}={token}").status == 200
     parts = urlsplit(server.base)
@@ -108,9 +108,9 @@ def test_two_servers_of_one_machine_do_not_log_each_other_out(served, runs):
 
 
 def test_the_rules_know_the_address_that_was_given():
-    assert Rules("192.168.0.7", "t").allows_host("192.168.0.7:8765")
-    assert not Rules("192.168.0.7", "t").allows_host("evil.example")
-    assert Rules("::1").allows_host("[::1]:8765")
+    assert RequestRules("192.168.0.7", "t").allows_host("192.168.0.7:8765")
+    assert not RequestRules("192.168.0.7", "t").allows_host("evil.example")
+    assert RequestRules("::1").allows_host("[::1]:8765")
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def test_a_table_of_2000_sites_and_50_gb_reads_no_tensor(served, tmp_path, monke
 def test_memory_does_not_grow_with_what_was_looked_at(tmp_path):
     folder = write_large(tmp_path / "large", 200, 25 * 1024**2, per_file=50)
     shelf = OpenRecordings(FolderSource(folder))
-    shown, _ = shelf.current_page()
+    shown, _ = shelf.current_page_and_version()
 
     def resident():
         with open("/proc/self/statm") as file:

@@ -8,8 +8,8 @@ from torch import nn
 
 import hookline as hl
 from hookline.views.page.dataflow import find_edges
-from hookline.views.page.module_rows import rows_of
-from hookline.views.page.token_norms import find_ids, measure_tokens, token_blocks
+from hookline.views.page.module_rows import list_rows
+from hookline.views.page.token_norms import find_token_ids, measure_token_norms, token_blocks
 from hookline.views.page.value_entries import measure_values
 
 
@@ -49,7 +49,7 @@ def run():
 
 def edges(run):
     values = measure_values(run)
-    rows = rows_of(run, values)
+    rows = list_rows(run, values)
     return {
         (rows[edge.source].label, rows[edge.target].label, edge.is_join)
         for edge in find_edges(rows, values, 0)
@@ -82,10 +82,10 @@ def test_a_value_that_is_no_sum_has_no_join():
 
 def test_norms_of_tokens_are_those_of_the_tensors(run):
     values = measure_values(run)
-    rows = rows_of(run, values)
+    rows = list_rows(run, values)
     chosen = token_blocks(rows, values, 0)
     assert (chosen.n_tokens, chosen.n_samples) == (5, 2)
-    data = measure_tokens(chosen, rows, {}, find_ids(values, 0, 5), 1)
+    data = measure_token_norms(chosen, rows, {}, find_token_ids(values, 0, 5), 1)
     assert data["names"] == ["blocks.0", "blocks.1", "blocks.2"]
     assert data["ids"] == IDS[1].tolist()
     for name, norms in zip(data["names"], data["output"], strict=True):
@@ -97,4 +97,4 @@ def test_a_model_without_tokens_has_no_norms():
     with hl.record(model) as run:
         model(torch.rand(3, 4))
     values = measure_values(run)
-    assert token_blocks(rows_of(run, values), values, 0) is None
+    assert token_blocks(list_rows(run, values), values, 0) is None

@@ -137,7 +137,7 @@ def test_a_convolution_has_its_channels_first():
     with hl.record(model, "0", ports=("output", "grad_output")) as run:
         model(x).square().sum().backward()
     images, entries = images_for(x), list_values(run)
-    grids = [images.for_module(entry).grid_of(run[entry.place.at]).form for entry in entries]
+    grids = [images.for_module(entry).grid_of(run[entry.key.at]).form for entry in entries]
     assert grids == ["channels first", "channels first"]
     maps = gradcam_maps(run["0"], run["0:grad_output"], images.for_module(entries[0]), 0, ASKED_FOR)
     assert (maps["rows"], maps["columns"]) == (8, 16)

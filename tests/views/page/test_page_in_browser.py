@@ -13,7 +13,7 @@ from torch import nn
 
 import hookline as hl
 from accessibility import at_any_width, faults_of
-from hookline.views.page import Evidence, write_recording_page
+from hookline.views.page import ImagesAndClasses, write_recording_page
 from hookline.views.page.quantised_maps import quantise
 
 SCRIPT = "<script>alert(1)<"
@@ -27,7 +27,7 @@ def address(tmp_path_factory, strange, strange_run):
         title="Strange",
         subtitle="two random images",
         summary=hl.summary(strange),
-        evidence=Evidence(
+        evidence=ImagesAndClasses(
             [Image.new("RGB", (300, 200))] * 2, [("<b>cat</b>", 0.75), ("dog", 0.25)]
         ),
     )

@@ -6,12 +6,12 @@ from torch import nn
 
 import hookline as hl
 from hookline.recordings import Recording
-from hookline.views.page.module_rows import repeated_block_rows, rows_of
+from hookline.views.page.module_rows import list_rows, repeated_block_rows
 from hookline.views.page.value_entries import OVERWRITTEN, measure_values
 
 
 def rows_in(recording):
-    return rows_of(recording, measure_values(recording))
+    return list_rows(recording, measure_values(recording))
 
 
 def drawn(rows) -> list[str]:
@@ -54,7 +54,7 @@ def test_a_row_is_a_call_and_holds_its_values_of_all_passes(looped):
         looped(torch.zeros(1, 2))
     rows = rows_in(run)
     assert [row.label for row in rows] == ["block#0", "block#1", "block#2"]
-    assert [(e.site.port, e.place.pass_number) for e in rows[1].entries] == [
+    assert [(e.site.port, e.key.pass_number) for e in rows[1].entries] == [
         ("input", 0), ("output", 0), ("input", 1), ("output", 1),
     ]  # fmt: skip
 
@@ -200,5 +200,5 @@ def test_gradients_lie_beside_values_and_backward_passes_apart(looped):
         loss.backward(retain_graph=True)
         loss.backward()
     rows = rows_in(run)
-    assert [entry.place.backward for entry in rows[0].entries] == [0, 1]
+    assert [entry.key.backward for entry in rows[0].entries] == [0, 1]
     assert sum(len(row.entries) for row in rows) == 8

@@ -13,7 +13,7 @@ from torch import nn
 import hookline as hl
 from accessibility import at_any_width, faults_of
 from hookline.stores import excerpt
-from hookline.views.page import FolderSource, OpenRecordings, write_contents_page
+from hookline.views.page import FolderSource, OpenRecordings, write_folder_contents_page
 from hookline.views.page.recording_data import rows_and_values_data
 from hookline.views.page.url_parameters import format_items, parse_items
 from hookline.views.page.value_entries import read_tensor
@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 
 def test_statistics_are_of_all_items_and_pictures_of_some(folder):
-    shown, _ = OpenRecordings(FolderSource(folder, [3, 5])).current_page()
+    shown, _ = OpenRecordings(FolderSource(folder, [3, 5])).current_page_and_version()
     (row,) = [row for row in shown.rows if row.label == "0"]
     (entry,) = row.entries
     values = rows_and_values_data(shown.rows, shown.values)["values"]
@@ -45,7 +45,7 @@ def test_statistics_are_of_all_items_and_pictures_of_some(folder):
 
 def test_a_file_has_the_statistics_of_all_items(folder, tmp_path):
     contents = FolderSource(folder, [3, 5]).read()
-    path, findings = write_contents_page(contents, tmp_path / "store.html", title="A store")
+    path, findings = write_folder_contents_page(contents, tmp_path / "store.html", title="A store")
     core = core_of(path.read_text())
     assert max(core["values"]["max"]) == 959
     assert findings.ok
@@ -111,7 +111,7 @@ def test_axe_finds_no_fault_at_any_width(folder, tmp_path, new_page, scheme, wid
 
 def test_an_item_that_is_not_there_is_refused(folder):
     with pytest.raises(hl.InputError, match="below 20"):
-        OpenRecordings(FolderSource(folder, [99])).current_page()
+        OpenRecordings(FolderSource(folder, [99])).current_page_and_version()
 
 
 def test_an_excerpt_of_tokens_is_padded(tmp_path):
@@ -162,8 +162,8 @@ def test_an_address_shows_other_items_and_keeps_them(folder, served):
 def test_many_choices_of_items_keep_few_open(folder):
     shelf = OpenRecordings(FolderSource(folder))
     for item in range(10):
-        shown, _ = shelf.current_page((item,))
-        assert shelf.current_page((item,))[0] is shown
+        shown, _ = shelf.current_page_and_version((item,))
+        assert shelf.current_page_and_version((item,))[0] is shown
     assert len(shelf._pages) == 4
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import hookline as hl
 from forks import child
 from hookline.display.units import count
-from hookline.views.page import Evidence, write_recording_page
+from hookline.views.page import ImagesAndClasses, write_recording_page
 from hookline.views.page.value_entries import measure_values
 from packed_pages import core_of
 
@@ -149,7 +149,7 @@ def test_no_text_becomes_markup(tmp_path, strange_run):
         tmp_path,
         title=hostile,
         subtitle=hostile,
-        evidence=Evidence(classes=[(hostile, 0.5)]),
+        evidence=ImagesAndClasses(classes=[(hostile, 0.5)]),
     )
     text = path.read_text("utf-8")
     assert hostile not in text
@@ -199,7 +199,7 @@ def test_a_failed_run_is_the_first_notice(tmp_path):
 def test_more_images_than_fit_are_counted(tmp_path, strange_run):
     images = [Image.new("L", (8, 8))] * 15
     text = write_recording_page(
-        strange_run, tmp_path, title="Many", evidence=Evidence(images)
+        strange_run, tmp_path, title="Many", evidence=ImagesAndClasses(images)
     ).read_text("utf-8")
     assert text.count('alt="Input ') == 12
     assert "and 3 more" in text
@@ -209,7 +209,7 @@ def test_class_scores_say_what_they_are_and_of_which_input(tmp_path, strange_run
     def scores(n_images):
         path = write_recording_page(
             strange_run, tmp_path, title="Cats",
-            evidence=Evidence([Image.new("L", (8, 8))] * n_images, [("cat", 0.9)]),
+            evidence=ImagesAndClasses([Image.new("L", (8, 8))] * n_images, [("cat", 0.9)]),
         )  # fmt: skip
         return path.read_text("utf-8")
 

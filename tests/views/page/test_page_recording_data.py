@@ -12,9 +12,14 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.views.page.module_rows import rows_of
-from hookline.views.page.page_state import failed_pass_notices, missing_text
-from hookline.views.page.quantised_maps import ASKED_FOR, IN_FILE, quantised_maps, with_channels
+from hookline.views.page.module_rows import list_rows
+from hookline.views.page.page_state import failed_pass_notices, missing_values_text
+from hookline.views.page.quantised_maps import (
+    ASKED_FOR,
+    IN_FILE,
+    choose_same_channels,
+    quantised_maps,
+)
 from hookline.views.page.recording_data import (
     findings_data,
     rows_and_values_data,
@@ -28,7 +33,7 @@ from hookline.views.page.what_to_draw import Choice
 
 def data_of(recording):
     entries = measure_values(recording)
-    return rows_and_values_data(rows_of(recording, entries), entries), entries
+    return rows_and_values_data(list_rows(recording, entries), entries), entries
 
 
 @pytest.mark.slow
@@ -90,7 +95,7 @@ def test_values_that_are_not_measured_wait_without_numbers(strange_run):
 
 def test_findings_name_their_rows(strange_run):
     entries = measure_values(strange_run)
-    rows = rows_of(strange_run, entries)
+    rows = list_rows(strange_run, entries)
     data = findings_data(*try_to_judge(strange_run.findings), rows, entries)
     assert data["judged"]
     *others, unused = strange_run.findings()
@@ -110,7 +115,7 @@ def test_a_finding_in_a_leaf_a_call_and_a_parameter_has_its_row(looped):
     with hl.record(model, "1") as run:
         model(torch.ones(2, 3))
     entries = measure_values(run)
-    rows = rows_of(run, entries)
+    rows = list_rows(run, entries)
     (finding, *_) = findings_data(*try_to_judge(run.findings), rows, entries)["findings"]
     assert finding["site"] == "1:output[1]"
     assert rows[finding["row"]].label == "1"
@@ -123,7 +128,7 @@ def test_what_follows_a_fault_of_the_forward_is_not_before_it():
     with hl.record(model, ports=("output", "grad_output"), copy=True) as run:
         model(torch.ones(2, 4)).sum().backward()
     entries = measure_values(run)
-    rows = rows_of(run, entries)
+    rows = list_rows(run, entries)
     (finding, *_) = findings_data(*try_to_judge(run.findings), rows, entries)["findings"]
     assert finding["site"] == "2"
     assert [rows[index].label for index in finding["also"]] == ["3", "4", "(root)"]
@@ -146,7 +151,9 @@ def test_what_a_recording_lacks_is_one_line(tmp_path):
         model(torch.ones(2, 4))
     run.save(tmp_path / "run")
     kept = hl.open(tmp_path / "run")
-    assert missing_text(kept) == "2 selected sites without a value, 1 part of values not saved"
+    assert (
+        missing_values_text(kept) == "2 selected sites without a value, 1 part of values not saved"
+    )
     assert failed_pass_notices(kept) == []
     assert [why for _, _, why in silent_sites_data(kept)][-1] == "not saved in the folder"
 
@@ -186,7 +193,7 @@ def test_nan_is_told_from_numbers_in_a_map():
 def test_a_gradient_shows_the_channels_of_its_output():
     value, gradient = torch.randn(1, 40, 4, 4), torch.randn(1, 40, 4, 4)
     own = quantised_maps(value, "Conv2d", Choice(), IN_FILE)
-    beside = quantised_maps(gradient, "Conv2d", with_channels(Choice(), own), IN_FILE)
+    beside = quantised_maps(gradient, "Conv2d", choose_same_channels(Choice(), own), IN_FILE)
     assert [tile["c"] for tile in own["tiles"]] == [tile["c"] for tile in beside["tiles"]]
     assert len(own["tiles"]) == 8
 

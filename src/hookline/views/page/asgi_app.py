@@ -33,7 +33,7 @@ from hookline.views.page.finding_page_data import finding_page_data, title_of
 from hookline.views.page.page_state import PageState, page_data, template_variables
 from hookline.views.page.page_templates import load_template, script_hashes
 from hookline.views.page.recording_data import pack_json, statistics_columns
-from hookline.views.page.request_guard import Guard, Rules
+from hookline.views.page.request_guard import RequestGuard, RequestRules
 from hookline.views.page.result_pages import (
     comparison_data,
     comparison_title,
@@ -42,14 +42,18 @@ from hookline.views.page.result_pages import (
 )
 from hookline.views.page.served_folders import OpenRecordings
 from hookline.views.page.token_norms import token_blocks
-from hookline.views.page.training_page import new_steps, numbers_of_ranks, render_served_page
+from hookline.views.page.training_page import (
+    data_of_new_steps,
+    render_served_page,
+    requested_numbers_by_rank,
+)
 from hookline.views.page.url_parameters import (
     format_items,
+    format_query,
     parse_choice,
     parse_int,
     parse_items,
     parse_query,
-    write_query,
 )
 from hookline.views.page.value_entries import ValueEntry
 from hookline.views.page.value_maps import token_norms, value_maps
@@ -110,7 +114,7 @@ class PageHandlers:
             evidence=None,
             core=pack_json(core),
             pictures=(),
-            items=page.contents.chosen_of_total,
+            items=page.contents.shown_items_and_total,
             top="../../" if parameters["items"] else "",
         )
 
@@ -133,9 +137,9 @@ class PageHandlers:
             made = self._recordings.comparison()
         except HooklineError as error:
             return {"problem": str(error).splitlines()}
-        return comparison_data(made, [_value_query(page, row.site) for row in made])
+        return comparison_data(made, [_url_query_of_value(page, row.site) for row in made])
 
-    def state(self, _: dict[str, str]) -> dict[str, str]:
+    def recording_state(self, _: dict[str, str]) -> dict[str, str]:
         """Return the state of the recording, so that a page can notice a new one."""
         try:
             run = self._recordings.read_run()
@@ -157,17 +161,17 @@ class PageHandlers:
         try:
             run = self._recordings.read_run()
             if run is not None:
-                return new_steps(run, parameters)
+                return data_of_new_steps(run, parameters)
         except FolderError:
             pass  # `state` says what is wrong
-        return self.state(parameters)
+        return self.recording_state(parameters)
 
-    def ranks(self, parameters: dict[str, str]) -> list[list[float | None]]:
+    def numbers_by_rank(self, parameters: dict[str, str]) -> list[list[float | None]]:
         """Return the numbers of each rank at a site of a run."""
         run = self._recordings.read_run()
         if run is None:
             raise InputError("this folder holds no run.\nGo to the start page.")
-        return numbers_of_ranks(run, parameters)
+        return requested_numbers_by_rank(run, parameters)
 
     def render_error(self, error: Exception) -> tuple[int, str]:
         """Render the page of an error; return the HTTP status and the page."""
@@ -185,7 +189,7 @@ class PageHandlers:
         waits = {"state": state} if status == 503 else {}
         return status, self._render("message", title=title, home="./", lines=lines, **waits)
 
-    def unless_outdated(self, make: Callable[[PageState, dict[str, str]], Any]) -> _Make:
+    def empty_if_outdated(self, make: Callable[[PageState, dict[str, str]], Any]) -> _Make:
         """Return an answer about the page that asks: none if it shows an older recording."""
 
         def answer(parameters: dict[str, str]) -> Any:
@@ -197,10 +201,10 @@ class PageHandlers:
     def _requested_page(self, parameters: dict[str, str]) -> tuple[PageState, str]:
         """Return what the page shows, of a store the items that the address names."""
         items = parameters["items"]
-        return self._recordings.current_page(parse_items(items) if items else None)
+        return self._recordings.current_page_and_version(parse_items(items) if items else None)
 
 
-def make_app(recordings: OpenRecordings, rules: Rules) -> Any:
+def make_app(recordings: OpenRecordings, rules: RequestRules) -> Any:
     """Create the server's ASGI app."""
     parts = "applications", "routing", "responses", "concurrency"
     applications, routing, responses, concurrency = (
@@ -234,7 +238,7 @@ def make_app(recordings: OpenRecordings, rules: Rules) -> Any:
 
         return routing.Route(path, endpoint)
 
-    def choose(request: Any) -> Any:
+    def redirect_to_items(request: Any) -> Any:
         """Lead from what the form asks for to the page of the items."""
         try:
             text = format_items(parse_items(request.query_params.get("items", "")))
@@ -247,19 +251,23 @@ def make_app(recordings: OpenRecordings, rules: Rules) -> Any:
 
     routes = [
         route("/", pages.index), route("/comparison", pages.comparison),
-        route("/state", pages.state), route("/new", pages.new_steps), route("/ranks", pages.ranks),
+        route("/state", pages.recording_state), route("/new", pages.new_steps),
+        route("/ranks", pages.numbers_by_rank),
     ]  # fmt: skip
-    routes += [route(path, pages.unless_outdated(make)) for path, make in _OF_PAGES.items()]
-    routes += [routing.Route("/items", choose), routing.Mount("/items/{items}", routes=[*routes])]
+    routes += [route(path, pages.empty_if_outdated(make)) for path, make in _OF_PAGES.items()]
+    routes += [
+        routing.Route("/items", redirect_to_items),
+        routing.Mount("/items/{items}", routes=[*routes]),
+    ]
     handlers = {404: missing, Exception: failed}
-    return Guard(
+    return RequestGuard(
         applications.Starlette(routes=routes, exception_handlers=handlers),
         rules,
         script_hashes(),
     )
 
 
-def _find_value(page: PageState, parameters: dict[str, str]) -> ValueEntry:
+def _requested_value(page: PageState, parameters: dict[str, str]) -> ValueEntry:
     """Return the value that an address names, by its site or by its position."""
     position = parse_int(parameters, "value")
     if position is not None:
@@ -270,7 +278,7 @@ def _find_value(page: PageState, parameters: dict[str, str]) -> ValueEntry:
     return page.find(parameters.get("at", ""), *where)
 
 
-def _measure_requested(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
+def _requested_statistics(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
     """Measure some values, or one that a reader waits for; return their columns."""
     only = parse_int(parameters, "only")
     start = parse_int(parameters, "from") or 0 if only is None else only
@@ -286,23 +294,25 @@ def _requested_token_norms(page: PageState, parameters: dict[str, str]) -> dict[
 # What is told of the recording that a page shows, by address.
 _OF_PAGES: dict[str, Callable[[PageState, dict[str, str]], Any]] = {
     "/findings": lambda page, _: page.findings(),
-    "/measure": _measure_requested,
-    "/maps": lambda page, asked: value_maps(page, _find_value(page, asked), parse_choice(asked)),
-    "/flow": lambda page, asked: {"edges": page.flow(parse_int(asked, "pass") or 0)},
+    "/measure": _requested_statistics,
+    "/maps": lambda page, asked: value_maps(
+        page, _requested_value(page, asked), parse_choice(asked)
+    ),
+    "/flow": lambda page, asked: {"edges": page.dataflow_edges(parse_int(asked, "pass") or 0)},
     "/tokens": _requested_token_norms,
 }
 
 
-def _value_query(page: PageState, site: str) -> str:
+def _url_query_of_value(page: PageState, site: str) -> str:
     """Return the query of the value that a row of a comparison is about; empty if it has none."""
     entry = page.by_key.find(site)
     if entry is None:
         return ""
-    return write_query(entry.place, "" if entry.site.leaf else leaf_of(site))
+    return format_query(entry.key, "" if entry.site.leaf else leaf_of(site))
 
 
 def _passes_with_tokens(page: PageState) -> list[int]:
-    numbers = sorted({entry.place.pass_number for entry in page.values})
+    numbers = sorted({entry.key.pass_number for entry in page.values})
     return [number for number in numbers if token_blocks(page.rows, page.values, number)]
 
 

@@ -15,7 +15,9 @@ _SUM_ERROR = 0.01  # of shares in half precision
 _DIGITS = 4
 
 
-def entry_class_scores(entry: ValueEntry, images: Images, sample: int) -> dict[str, Any] | None:
+def top_class_scores_of_entry(
+    entry: ValueEntry, images: Images, sample: int
+) -> dict[str, Any] | None:
     """Return the highest classes, if a value is the output of a classifier of the images."""
     site = entry.site
     if site.path != "" or site.port != "output" or site.leaf:

@@ -42,7 +42,7 @@ def find_edges(rows: Sequence[Row], entries: Sequence[ValueEntry], pass_number: 
     of_pass = [
         entry
         for entry in entries
-        if entry.place.pass_number == pass_number and entry.site.port in ("input", "output")
+        if entry.key.pass_number == pass_number and entry.site.port in ("input", "output")
     ]
     if not any(entry.site.port == "input" for entry in of_pass):
         return list(_sequential_edges(rows))

@@ -60,7 +60,7 @@ def _facts(finding: CheckFinding) -> list[tuple[str, str]]:
 
 def _causal_chain(finding: CheckFinding) -> Iterator[dict[str, Any]]:
     is_held = finding.kind in _HELD
-    made = _chain_link(
+    made = _chain_step(
         "held it" if is_held else "made it",
         finding.site,
         finding.observation or _nan_and_inf_text(finding),
@@ -71,15 +71,15 @@ def _causal_chain(finding: CheckFinding) -> Iterator[dict[str, Any]]:
         yield made
     for role, tensors in (("input", finding.inputs), ("of the module", finding.parameters)):
         for tensor in tensors:
-            yield _tensor_link(role, tensor, finding.suspect)
+            yield _tensor_step(role, tensor, finding.suspect)
     if finding.operation or finding.function:
         name = finding.function or finding.operation
         text = f"{finding.operation or ''}, in {finding.module_type or finding.site}"
-        yield _chain_link("operation", name or "", text.removeprefix(", "))
+        yield _chain_step("operation", name or "", text.removeprefix(", "))
     if not is_held:
         yield made
     for site in finding.passed_on:
-        yield _chain_link("passed it on", site, "", isBroken=True)
+        yield _chain_step("passed it on", site, "", isBroken=True)
 
 
 def _nan_and_inf_text(finding: CheckFinding, *, with_total: bool = True) -> str:
@@ -90,14 +90,14 @@ def _nan_and_inf_text(finding: CheckFinding, *, with_total: bool = True) -> str:
     return f"{' and '.join(parts)}{of}" if parts else ""
 
 
-def _tensor_link(role: str, tensor: MeasuredTensor, suspect: str | None) -> dict[str, Any]:
+def _tensor_step(role: str, tensor: MeasuredTensor, suspect: str | None) -> dict[str, Any]:
     moments = tensor.moments
     numbers = None
     if moments is not None:
         names = ("min", "max", "mean", "std") if moments.finite else ()
         numbers = {name: getattr(moments, name) for name in names}
         numbers |= {"bad": moments.non_finite, "zeros": moments.zero_share, "count": moments.count}
-    return _chain_link(
+    return _chain_step(
         role,
         tensor.name,
         "",
@@ -109,6 +109,6 @@ def _tensor_link(role: str, tensor: MeasuredTensor, suspect: str | None) -> dict
     )
 
 
-def _chain_link(role: str, name: str, text: str, **more: Any) -> dict[str, Any]:
+def _chain_step(role: str, name: str, text: str, **more: Any) -> dict[str, Any]:
     step = {"shape": None, "dtype": "", "numbers": None, "isSuspect": False, "isBroken": False}
     return {"role": role, "name": name, "text": text, **step, **more}

@@ -15,7 +15,7 @@ from hookline.errors import HooklineError
 from hookline.recordings.feature_maps import Grid, Size, find_grid, gradcam
 from hookline.statistics.value_statistics import main_tensor
 from hookline.util.optional_imports import require
-from hookline.views.page.quantised_maps import Limits, quantise
+from hookline.views.page.quantised_maps import MapLimits, quantise
 from hookline.views.page.token_norms import round_finite
 from hookline.views.page.value_entries import EntryAt, ValueEntry, gradient_of, read_tensor
 from hookline.views.page.what_to_draw import is_image_batch
@@ -53,7 +53,7 @@ class Images(NamedTuple):
         is_exact = is_whole if self.pixels is None else covers
         return grid if is_exact and grid.form == "tokens" else None
 
-    def image_data(self, sample: int) -> dict[str, Any]:
+    def image_url_and_size(self, sample: int) -> dict[str, Any]:
         """Return one image, and its height and width: maps of another aspect are stretched."""
         return {"image": self.data_url(sample), "size": self.size}
 
@@ -76,7 +76,7 @@ def find_images(entries: Sequence[ValueEntry], pass_number: int) -> Images | Non
         entries: the values in firing order, of which the input alone is read.
         pass_number: the number of the pass.
     """
-    of_pass = (entry for entry in entries if entry.place.pass_number == pass_number)
+    of_pass = (entry for entry in entries if entry.key.pass_number == pass_number)
     first = next((entry for entry in of_pass if entry.is_image), None)
     if first is None:
         return None
@@ -102,7 +102,7 @@ def is_model_input(entry: ValueEntry) -> bool:
 
 
 def norm_maps(
-    values: Sequence[tuple[str, Tensor]], images: Images, sample: int, limits: Limits
+    values: Sequence[tuple[str, Tensor]], images: Images, sample: int, limits: MapLimits
 ) -> dict[str, Any] | None:
     """Return the norm over channels at each place of one sample; None without maps of the images.
 
@@ -132,7 +132,7 @@ def norm_maps(
 
 
 def gradcam_maps(
-    activation: Tensor, gradient: Tensor, images: Images, sample: int, limits: Limits
+    activation: Tensor, gradient: Tensor, images: Images, sample: int, limits: MapLimits
 ) -> dict[str, Any] | None:
     """Return Grad-CAM of one sample, for both signs; None if there is none.
 
@@ -159,38 +159,44 @@ def gradcam_maps(
     return data | {"kind": "cam", "rows": grid.height, "columns": grid.width}
 
 
-def last_gradcam_maps(
+def gradcam_maps_of_last_layer(
     entries: Sequence[ValueEntry],
     entry_at: EntryAt,
     pass_number: int,
     images: Images,
     sample: int,
-    limits: Limits,
+    limits: MapLimits,
 ) -> dict[str, Any] | None:
     """Return the class map of the last layer that has one, with its site; None if none has.
 
     Args:
         entries: the values in firing order, which are read one pair at a time, from the last back.
-        entry_at: returns the value at a place.
+        entry_at: returns the value of a key.
         pass_number: the number of the pass.
         images: the images.
         sample: the index of the sample.
         limits: what is kept.
     """
-    for entry, activation, gradient in _layers_from_last(entries, entry_at, pass_number, images):
+    for entry, activation, gradient in _last_layers_with_maps(
+        entries, entry_at, pass_number, images
+    ):
         maps = gradcam_maps(activation, gradient, images.for_module(entry), sample, limits)
         if maps is not None:
-            return maps | {"at": escape_invisible(entry.place.at)}
+            return maps | {"at": escape_invisible(entry.key.at)}
     return None
 
 
-def _layers_from_last(
+def _last_layers_with_maps(
     entries: Sequence[ValueEntry], entry_at: EntryAt, pass_number: int, images: Images
 ) -> Iterator[tuple[ValueEntry, Tensor, Tensor]]:
     """Yield the last layers of a pass that hold maps, with their outputs and gradients."""
-    of_pass = (entry for entry in reversed(entries) if entry.place.pass_number == pass_number)
+    of_pass = (entry for entry in reversed(entries) if entry.key.pass_number == pass_number)
     pairs = ((entry, gradient_of(entry_at, entry)) for entry in of_pass if _is_layer_output(entry))
-    both = ((entry, twin) for entry, twin in pairs if twin is not None and _has_maps(entry, images))
+    both = (
+        (entry, twin)
+        for entry, twin in pairs
+        if twin is not None and _has_maps_of_images(entry, images)
+    )
     for entry, gradient in islice(both, _MOST_TRIES):
         try:
             yield entry, read_tensor(entry), read_tensor(gradient)
@@ -205,7 +211,7 @@ def _is_layer_output(entry: ValueEntry) -> bool:
     return is_output and (entry.is_image or site.module_type != "Linear")
 
 
-def _has_maps(entry: ValueEntry, images: Images) -> bool:
+def _has_maps_of_images(entry: ValueEntry, images: Images) -> bool:
     """Tell by the shape whether a value holds maps of the images."""
     try:
         outline = main_tensor(entry.recorded.outline(), with_meta=True)

@@ -17,7 +17,7 @@ from typing import Any, final
 from hookline.errors import InputError
 from hookline.util.optional_imports import require
 from hookline.views.page.asgi_app import SERVER_NEEDS, make_app
-from hookline.views.page.request_guard import Rules, is_loopback
+from hookline.views.page.request_guard import RequestRules, is_loopback
 from hookline.views.page.served_folders import OpenRecordings
 
 _PORTS = 20  # the number of consecutive ports to try
@@ -135,7 +135,7 @@ class LimitedServer:
     ) -> None:
         uvicorn = require("uvicorn", *SERVER_NEEDS)
         token = "" if is_loopback(host) else secrets.token_urlsafe(24)
-        app = make_app(recordings, Rules(host, token))
+        app = make_app(recordings, RequestRules(host, token))
         self._socket = _listen_on_free_port(host, port)
         self.port: int = self._socket.getsockname()[1]
         self.wanted_port = port

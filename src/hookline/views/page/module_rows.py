@@ -42,7 +42,7 @@ class Row:
         return str(Site(self.path)) + ("" if self.call is None else f"#{self.call}")
 
 
-def rows_of(recording: Recording, entries: Sequence[ValueEntry]) -> list[Row]:
+def list_rows(recording: Recording, entries: Sequence[ValueEntry]) -> list[Row]:
     """List the rows depth first, in firing order: modules with a value, and their holders.
 
     The call of a module lies in the call of its holder during which it fired. The gradient of a
@@ -92,7 +92,7 @@ class _CallTree:
         self._number_of = {path: number for number, path in enumerate(self._types)}
         self._entries: dict[_Call, list[ValueEntry]] = {}
         for entry in entries:
-            self._entries.setdefault(_call_of(entry), []).append(entry)
+            self._entries.setdefault(_module_call(entry), []).append(entry)
         self._fired = _firing_positions(entries)
         self._calls: dict[str, list[int]] = {}
         for path, call in self._entries:
@@ -160,20 +160,20 @@ def _firing_positions(entries: Iterable[ValueEntry]) -> Mapping[_Call, float]:
     positions: dict[_Call, float] = {}
     inputs: dict[_Call, float] = {}
     for entry in entries:
-        start = starts.setdefault(entry.place.pass_number, entry.order)
+        start = starts.setdefault(entry.key.pass_number, entry.order)
         ports = {"output": positions, "input": inputs}
         if entry.site.port in ports:
-            ports[entry.site.port].setdefault(_call_of(entry), entry.order - start)
+            ports[entry.site.port].setdefault(_module_call(entry), entry.order - start)
     return inputs | positions
 
 
-def _call_of(entry: ValueEntry) -> _Call:
+def _module_call(entry: ValueEntry) -> _Call:
     """Return the call that a value belongs to; the gradient of a parameter, to its module."""
     path = entry.site.path
     if entry.site.port == "grad":
         return path.rpartition(".")[0], 0
     call = entry.site.call
-    return path, entry.place.call if call is None else call
+    return path, entry.key.call if call is None else call
 
 
 def _parent_path(path: str) -> str | None:

@@ -21,7 +21,7 @@ from hookline.findings import Findings
 from hookline.recordings import Recording
 from hookline.stores import Store
 from hookline.views.page.dataflow import Edge, find_edges
-from hookline.views.page.module_rows import Row, rows_of
+from hookline.views.page.module_rows import Row, list_rows
 from hookline.views.page.recording_data import (
     findings_data,
     rows_and_values_data,
@@ -30,7 +30,7 @@ from hookline.views.page.recording_data import (
 )
 from hookline.views.page.store_data import store_data, with_whole_statistics
 from hookline.views.page.url_parameters import format_items
-from hookline.views.page.value_entries import Place, ValueEntry, list_values, measure_entry
+from hookline.views.page.value_entries import ValueEntry, ValueKey, list_values, measure_entry
 from hookline.views.page.values_by_site import ValuesBySite
 
 
@@ -46,14 +46,14 @@ class FolderContents(NamedTuple):
     n_ranks: int = 0  # 0 of a recording of one process
 
     @property
-    def chosen_of_total(self) -> tuple[str, int]:
+    def shown_items_and_total(self) -> tuple[str, int]:
         """The items of a store, or the rank, that are shown, as text, and how many there are.
 
         ("", 0) of a recording of one process.
         """
         return format_items(self.items), self.n_ranks if self.store is None else len(self.store)
 
-    def values(self) -> list[ValueEntry]:
+    def list_values(self) -> list[ValueEntry]:
         """List the values, none of them measured; of a store, each with its whole statistics."""
         entries = list_values(self.recording)
         if self.store is None:
@@ -85,14 +85,14 @@ class PageState:
         self._lock = threading.Lock()
         self._judging = threading.Lock()
         self._findings: dict[str, Any] | None = None
-        self.values: list[ValueEntry] = contents.values()
+        self.values: list[ValueEntry] = contents.list_values()
         twins = list_values(self.other) if self.other is not None else []
-        self._twins = {entry.place: entry for entry in twins}
-        self.rows: list[Row] = rows_of(self.recording, self.values)
-        self._number_of = {entry.place: entry.order for entry in self.values}
+        self._twins = {entry.key: entry for entry in twins}
+        self.rows: list[Row] = list_rows(self.recording, self.values)
+        self._number_of = {entry.key: entry.order for entry in self.values}
         self._by_site: dict[str, list[ValueEntry]] = {}
         for entry in self.values:
-            self._by_site.setdefault(entry.place.at, []).append(entry)
+            self._by_site.setdefault(entry.key.at, []).append(entry)
         self.by_key = ValuesBySite(self.values)
         self._close_files()
 
@@ -111,23 +111,23 @@ class PageState:
         matches = [
             entry
             for entry in of_site
-            if pass_number in (None, entry.place.pass_number)
-            and call in (None, entry.place.call)
-            and backward in (None, entry.place.backward)
+            if pass_number in (None, entry.key.pass_number)
+            and call in (None, entry.key.call)
+            and backward in (None, entry.key.backward)
         ]
         if matches:
             return self.values[matches[0].order]
         problem = f"it has no such pass or call of {at}" if of_site else f"it has no value at {at}"
         raise InputError(f"{self.names[0]}: {problem}.\nSearch for it on the start page.")
 
-    def entry_at(self, place: Place) -> ValueEntry | None:
-        """Return the value at a place, or None."""
-        number = self._number_of.get(place)
+    def entry_at(self, key: ValueKey) -> ValueEntry | None:
+        """Return the value of a key, or None."""
+        number = self._number_of.get(key)
         return None if number is None else self.values[number]
 
-    def other_entry_at(self, place: Place) -> ValueEntry | None:
-        """Return the other recording's value at a place, or None."""
-        return self._twins.get(place)
+    def entry_of_other_recording(self, key: ValueKey) -> ValueEntry | None:
+        """Return the other recording's value of a key, or None."""
+        return self._twins.get(key)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -142,14 +142,14 @@ class PageState:
 
     def measure(self, entry: ValueEntry, *, of_other: bool = False) -> ValueEntry:
         """Measure a value once and return it with its statistics; call it inside `read_lock`."""
-        entry = self._twins[entry.place] if of_other else self.values[entry.order]
+        entry = self._twins[entry.key] if of_other else self.values[entry.order]
         if not entry.is_measured:
             try:
                 entry = measure_entry(entry)
             except FolderError as error:
                 entry = replace(entry, problem=str(error).splitlines()[0])
         if of_other:
-            self._twins[entry.place] = entry
+            self._twins[entry.key] = entry
         else:
             self.values[entry.order] = entry
         return entry
@@ -186,7 +186,7 @@ class PageState:
                 self._findings = findings_data(*judgement, self.rows, self.values)
             return self._findings
 
-    def flow(self, pass_number: int) -> list[Edge]:
+    def dataflow_edges(self, pass_number: int) -> list[Edge]:
         """Return what flows into what in a pass, as far as its values are measured."""
         with self.read_lock():
             return find_edges(self.rows, self.values, pass_number)
@@ -217,14 +217,16 @@ def template_variables(contents: FolderContents, n_values: int) -> dict[str, Any
     return {
         "subtitle": contents.about,
         "model_type": recording.report().model_type,
-        "facts": totals_of(recording, n_values, contents.store),
+        "facts": recording_totals(recording, n_values, contents.store),
         "notices": failed_pass_notices(recording),
-        "gaps": missing_text(recording),
+        "gaps": missing_values_text(recording),
         "is_store": contents.store is not None,
     }
 
 
-def totals_of(recording: Recording, n_values: int, store: Store | None) -> list[tuple[str, str]]:
+def recording_totals(
+    recording: Recording, n_values: int, store: Store | None
+) -> list[tuple[str, str]]:
     """List the totals at the top of the page as (label, text)."""
     sites = "Sites", f"{len(recording.sites):,}"
     if store is not None:
@@ -243,7 +245,7 @@ def failed_pass_notices(recording: Recording) -> list[str]:
     ]
 
 
-def missing_text(recording: Recording) -> str:
+def missing_values_text(recording: Recording) -> str:
     """Say how many sites have no value, and what was not saved; empty if all is there."""
     n_silent, n_lost = len(recording.report().silent), len(recording.lost)
     parts = [f"{plural(n_silent, 'selected site')} without a value"] * bool(n_silent)

@@ -73,7 +73,7 @@ def load_template(kind: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    code = _script(kind)
+    code = _joined_script(kind)
     templates.globals.update(
         version=VERSION, **_DEFAULTS,
         style=_join_files(kind, ".css"), script=code, script_hash=_csp_hash(code),
@@ -86,14 +86,14 @@ def _escape_if_text(value: Any) -> Any:
     return escape_invisible(value) if type(value) is str else value
 
 
-def _script(kind: str) -> str:
+def _joined_script(kind: str) -> str:
     """Join the script of a kind of page."""
     return _join_files(kind, ".js")
 
 
 def script_hashes() -> str:
     """Return the hashes of the served pages' scripts for the policy, so that no other can run."""
-    return " ".join(_csp_hash(_script(kind)) for kind in _SERVED)
+    return " ".join(_csp_hash(_joined_script(kind)) for kind in _SERVED)
 
 
 def _join_files(kind: str, suffix: str) -> str:

@@ -21,7 +21,7 @@ _SUM_ERROR = 0.02
 _DIGITS = 6
 
 
-class Limits(NamedTuple):
+class MapLimits(NamedTuple):
     """The most that is kept of a value."""
 
     maps: int  # channels
@@ -31,12 +31,12 @@ class Limits(NamedTuple):
 
 
 # In a file; pictures there are many. The server sends one at a time.
-IN_FILE = Limits(8, 28, (96, 160), 8)
-ASKED_FOR = Limits(16, 64, (160, 480), 16)
+IN_FILE = MapLimits(8, 28, (96, 160), 8)
+ASKED_FOR = MapLimits(16, 64, (160, 480), 16)
 
 
 def quantised_maps(
-    tensor: Tensor, module_type: str, choice: Choice, limits: Limits
+    tensor: Tensor, module_type: str, choice: Choice, limits: MapLimits
 ) -> dict[str, Any]:
     """Return one sample of a value as maps: channels, the heads of attention, or one table.
 
@@ -66,7 +66,9 @@ def quantised_maps(
         kind = "heads" if _are_attention_weights(data) else "channels"
         rows, of = data[0], len(data)
         first = min(choice.first, of - 1) // limits.maps * limits.maps if kind == "channels" else 0
-        channels = list(choice.channels) or _channels(data, kind, choice.order, limits.maps, first)
+        channels = list(choice.channels) or _choose_channels(
+            data, kind, choice.order, limits.maps, first
+        )
         kept = [channel for channel in channels if channel < of]
         maps = quantise([*zip(kept, shrink(data[kept], limits.side), strict=True)], limits.bits)
     return maps | {
@@ -101,7 +103,7 @@ def channel_counts(maps: dict[str, Any]) -> tuple[int, ...]:
     return () if maps["kind"] == "table" else tuple(tile["c"] for tile in maps["tiles"])
 
 
-def with_channels(choice: Choice, maps: dict[str, Any] | None) -> Choice:
+def choose_same_channels(choice: Choice, maps: dict[str, Any] | None) -> Choice:
     """Return a choice of the same channels as the maps of another value; of any without maps."""
     return choice if maps is None else replace(choice, channels=channel_counts(maps))
 
@@ -115,7 +117,7 @@ def _are_attention_weights(data: Tensor) -> bool:
     return is_share and float((data.sum(-1) - 1).abs().max()) <= _SUM_ERROR
 
 
-def _channels(data: Tensor, kind: str, order: str, n_maps: int, first: int) -> list[int]:
+def _choose_channels(data: Tensor, kind: str, order: str, n_maps: int, first: int) -> list[int]:
     if kind == "heads":
         return list(range(len(data)))
     if order != "largest":

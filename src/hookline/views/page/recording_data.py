@@ -77,19 +77,19 @@ def rows_and_values_data(rows: Sequence[Row], entries: Sequence[ValueEntry]) -> 
     """
     types, shapes, dtypes, ports = _TextIndex(), _TextIndex(), _TextIndex(), _TextIndex()
     row_of = _row_by_order(rows)
-    passes = sorted({entry.place.pass_number for entry in entries})
+    passes = sorted({entry.key.pass_number for entry in entries})
     values = {
         "row": _delta_encode(row_of[entry.order] for entry in entries),
         "order": _delta_encode(entry.order for entry in entries),
         "port": [ports(entry.site.port) for entry in entries],
-        "pass": [entry.place.pass_number for entry in entries],
-        "call": [entry.place.call for entry in entries],
-        "backward": _sparse(entries, lambda entry: entry.place.backward),
-        "leaf": _sparse(entries, lambda entry: _leaf_name(entry) or None),
+        "pass": [entry.key.pass_number for entry in entries],
+        "call": [entry.key.call for entry in entries],
+        "backward": _present_by_order(entries, lambda entry: entry.key.backward),
+        "leaf": _present_by_order(entries, lambda entry: _name_within_row(entry) or None),
         "shape": [shapes(entry.shape) for entry in entries],
         "dtype": [dtypes(entry.dtype) for entry in entries],
         "numel": [_numel(entry) for entry in entries],
-        "stored": _sparse(entries, lambda entry: entry.stored),
+        "stored": _present_by_order(entries, lambda entry: entry.stored),
         **statistics_columns(entries),
     }
     return {
@@ -121,7 +121,9 @@ def _row_by_order(rows: Sequence[Row]) -> dict[int, int]:
     return {entry.order: index for index, row in enumerate(rows) for entry in row.entries}
 
 
-def _sparse(entries: Sequence[ValueEntry], of: Callable[[ValueEntry], Any]) -> dict[str, Any]:
+def _present_by_order(
+    entries: Sequence[ValueEntry], of: Callable[[ValueEntry], Any]
+) -> dict[str, Any]:
     """Return what few values have, by position in firing order."""
     parts = ((str(entry.order), of(entry)) for entry in entries)
     return {order: part for order, part in parts if part is not None}
@@ -143,10 +145,12 @@ def statistics_columns(entries: Sequence[ValueEntry]) -> dict[str, Any]:
     }
     return columns | {
         "hist": "".join(_encode_histogram(entry.counts) for entry in entries),
-        "bad": _sparse(entries, lambda entry: entry.non_finite or None),
-        "leaves": _sparse(entries, lambda e: e.non_finite_text if e.non_finite else None),
-        "problem": _sparse(entries, lambda entry: escape_invisible(entry.problem) or None),
-        "range": _sparse(entries, _range_of_shown_items),
+        "bad": _present_by_order(entries, lambda entry: entry.non_finite or None),
+        "leaves": _present_by_order(entries, lambda e: e.non_finite_text if e.non_finite else None),
+        "problem": _present_by_order(
+            entries, lambda entry: escape_invisible(entry.problem) or None
+        ),
+        "range": _present_by_order(entries, _range_of_shown_items),
         "waits": [entry.order for entry in entries if not entry.is_measured],
         "parts": {str(e.order): [*map(_part_data, e.parts)] for e in entries if e.parts},
     }
@@ -223,13 +227,17 @@ def _finding_data_with_pass(
     finding: Finding, row: Callable[[str], int | None], values: ValuesBySite
 ) -> dict[str, Any]:
     entry = values.find(finding.site)
-    place = row if entry is None or _is_gradient(entry) else partial(_forward_row, row, values)
-    number = None if entry is None else entry.place.pass_number
+    place = (
+        row if entry is None or _is_gradient(entry) else partial(_row_unless_gradient, row, values)
+    )
+    number = None if entry is None else entry.key.pass_number
     first = next(iter(finding.passes), number)
     return finding_data(finding, place) | {"pass": first, "passes": [*finding.passes]}
 
 
-def _forward_row(row: Callable[[str], int | None], values: ValuesBySite, site: str) -> int | None:
+def _row_unless_gradient(
+    row: Callable[[str], int | None], values: ValuesBySite, site: str
+) -> int | None:
     """Return the row of a site; None of a gradient, which may lie before a fault of the forward."""
     entry = values.find(site)
     return None if entry is not None and _is_gradient(entry) else row(site)
@@ -279,7 +287,7 @@ def escape_texts(value: Any) -> Any:
     return escape_invisible(value) if isinstance(value, str) else value
 
 
-def _leaf_name(entry: ValueEntry) -> str:
+def _name_within_row(entry: ValueEntry) -> str:
     """Return what tells a value from others of its row: the parameter, or the recorded leaf."""
     if entry.site.port == "grad":
         return escape_invisible(entry.site.path.rpartition(".")[2])

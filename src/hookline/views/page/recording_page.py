@@ -22,22 +22,27 @@ from hookline.findings import Findings
 from hookline.recordings import Recording
 from hookline.util.optional_imports import require
 from hookline.verbs.summary import Summary
-from hookline.views.page.class_scores import entry_class_scores
+from hookline.views.page.class_scores import top_class_scores_of_entry
 from hookline.views.page.dataflow import find_edges
 from hookline.views.page.image_overlays import (
     Images,
     find_images,
+    gradcam_maps_of_last_layer,
     is_model_input,
-    last_gradcam_maps,
     norm_maps,
 )
-from hookline.views.page.module_rows import Row, rows_of
+from hookline.views.page.module_rows import Row, list_rows
 from hookline.views.page.page_state import FolderContents, page_data, template_variables
 from hookline.views.page.page_templates import load_template
-from hookline.views.page.quantised_maps import IN_FILE, quantised_maps, with_channels
+from hookline.views.page.quantised_maps import IN_FILE, choose_same_channels, quantised_maps
 from hookline.views.page.recording_data import findings_data, pack_json, try_to_judge
-from hookline.views.page.token_norms import find_ids, measure_tokens, token_blocks
-from hookline.views.page.value_entries import Place, ValueEntry, gradient_partner, measure_entry
+from hookline.views.page.token_norms import find_token_ids, measure_token_norms, token_blocks
+from hookline.views.page.value_entries import (
+    ValueEntry,
+    ValueKey,
+    gradient_or_value_of,
+    measure_entry,
+)
 from hookline.views.page.what_to_draw import Choice, input_thumbnail
 from hookline.views.pixels import PAGE_NEEDS
 
@@ -50,7 +55,7 @@ _MOST_NORMS = 20_000  # of tokens in a file
 _PICTURE_BYTES = 2 * 1024**2  # of all maps in a file; the server shows each value's own
 
 
-class Evidence(NamedTuple):
+class ImagesAndClasses(NamedTuple):
     """Hold the input images and predicted classes that the page shows above the table."""
 
     images: Sequence[Image] = ()  # the input images; the first 12 are shown small
@@ -58,7 +63,7 @@ class Evidence(NamedTuple):
     classes: Sequence[tuple[str, float]] = ()
 
 
-NO_EVIDENCE = Evidence()
+NO_EVIDENCE = ImagesAndClasses()
 
 
 def write_recording_page(
@@ -68,7 +73,7 @@ def write_recording_page(
     title: str,
     subtitle: str = "",
     summary: Summary | None = None,
-    evidence: Evidence = NO_EVIDENCE,
+    evidence: ImagesAndClasses = NO_EVIDENCE,
 ) -> Path:
     """Write a recording as one HTML file: statistics of every value, and feature maps.
 
@@ -100,17 +105,19 @@ def write_recording_page(
         HooklineError: jinja2 or pillow is not installed.
     """
     contents = FolderContents(recording, recording.findings, subtitle)
-    file, _ = write_contents_page(contents, path, title=title, summary=summary, evidence=evidence)
+    file, _ = write_folder_contents_page(
+        contents, path, title=title, summary=summary, evidence=evidence
+    )
     return file
 
 
-def write_contents_page(
+def write_folder_contents_page(
     contents: FolderContents,
     path: str | os.PathLike[str],
     *,
     title: str,
     summary: Summary | None = None,
-    evidence: Evidence = NO_EVIDENCE,
+    evidence: ImagesAndClasses = NO_EVIDENCE,
 ) -> tuple[Path, Findings | None]:
     """Write a recording, or some items of a store, as `write_recording_page` does.
 
@@ -122,12 +129,12 @@ def write_contents_page(
     """
     # Both are loaded first, so that a missing package fails before any work.
     template, _ = load_template("recording"), require("PIL.Image", *PAGE_NEEDS)
-    listed = contents.values()
+    listed = contents.list_values()
     pictures = _MapsInFile(listed, len(contents.recording.passes))
-    entries = [measure_entry(entry, pictures.keep_maps) for entry in listed]
-    pictures.keep_class_maps()
-    rows = rows_of(contents.recording, entries)
-    target = page_file(path)
+    entries = [measure_entry(entry, pictures.add_maps) for entry in listed]
+    pictures.add_class_scores_and_maps()
+    rows = list_rows(contents.recording, entries)
+    target = page_path(path)
     variables = template_variables(contents, len(entries))
     variables["facts"] += _model_totals(summary)
     if summary is not None and summary.failure:
@@ -142,7 +149,7 @@ def write_contents_page(
         **variables,
         title=title,
         now=datetime.now().astimezone(),
-        evidence=_evidence_data(evidence),
+        evidence=_images_and_classes_data(evidence),
         core=pack_json(core),
         pictures=pictures.script_contents(),
         items=("", 0),
@@ -160,12 +167,12 @@ def _token_norms(
         chosen = token_blocks(rows, entries, number)
         room -= 0 if chosen is None else chosen.n_tokens * len(chosen.blocks)
         if chosen is not None and room >= 0:
-            ids = find_ids(entries, number, chosen.n_tokens)
-            norms[number] = measure_tokens(chosen, rows, {}, ids, 0)
+            ids = find_token_ids(entries, number, chosen.n_tokens)
+            norms[number] = measure_token_norms(chosen, rows, {}, ids, 0)
     return norms
 
 
-def _evidence_data(evidence: Evidence) -> dict[str, Any]:
+def _images_and_classes_data(evidence: ImagesAndClasses) -> dict[str, Any]:
     return {
         "images": [input_thumbnail(image) for image in evidence.images[:_MAX_IMAGES]],
         "n_images": len(evidence.images),
@@ -187,11 +194,11 @@ class _MapsInFile:
 
     def __init__(self, entries: Sequence[ValueEntry], n_passes: int) -> None:
         self._entries = entries
-        self._places = {entry.place: entry for entry in entries}
+        self._places = {entry.key: entry for entry in entries}
         self._packed: list[tuple[int, str, str]] = []
         self._room = dict[int, int]()
         self._share = _PICTURE_BYTES // max(n_passes, 1)
-        self._channels: dict[Place, dict[str, Any]] = {}
+        self._channels: dict[ValueKey, dict[str, Any]] = {}
         self._images: dict[int, Images | None] = {}
         self.image_places: dict[int, int] = {}  # by pass, the value with whose maps its image is
 
@@ -206,12 +213,14 @@ class _MapsInFile:
             parts.setdefault(order // _MAPS_A_SCRIPT, []).append(f'"{order}{name}":{text}')
         return [(number, "{" + ",".join(texts) + "}") for number, texts in parts.items()]
 
-    def keep_maps(self, entry: ValueEntry, tensor: Tensor) -> None:
+    def add_maps(self, entry: ValueEntry, tensor: Tensor) -> None:
         """Keep the maps of a value, of the same channels as those of its gradient."""
-        if self._room.setdefault(entry.place.pass_number, self._share) <= 0:
+        if self._room.setdefault(entry.key.pass_number, self._share) <= 0:
             return
-        twin = gradient_partner(self._places.get, entry)
-        choice = with_channels(Choice(), None if twin is None else self._channels.get(twin.place))
+        twin = gradient_or_value_of(self._places.get, entry)
+        choice = choose_same_channels(
+            Choice(), None if twin is None else self._channels.get(twin.key)
+        )
         images = self._images_of_pass(entry)
         grid = None if images is None else images.for_module(entry).grid_of(tensor)
         placed = tensor if grid is None else grid.to_maps(tensor)
@@ -225,43 +234,43 @@ class _MapsInFile:
         except (HooklineError, RuntimeError, TypeError):
             return  # the pane shows its numbers
         if not entry.site.port.startswith("grad"):
-            self._channels[entry.place] = maps
-        self._keep_json(entry, "", maps)
+            self._channels[entry.key] = maps
+        self._add_json(entry, "", maps)
         if norms is not None:
-            self._keep_json(entry, " over", [norms])
+            self._add_json(entry, " over", [norms])
 
-    def keep_class_maps(self) -> None:
+    def add_class_scores_and_maps(self) -> None:
         """Keep the class scores of the first sample, and its class map, for each pass's output."""
         for entry in self._entries:
-            images = self._images.get(entry.place.pass_number)
+            images = self._images.get(entry.key.pass_number)
             if images is None or entry.site.path or entry.site.port != "output":
                 continue
-            scores = entry_class_scores(entry, images, 0)
+            scores = top_class_scores_of_entry(entry, images, 0)
             if scores is not None:
-                self._keep_json(entry, " scores", scores)
-            number, beside = entry.place.pass_number, self._places.get
+                self._add_json(entry, " scores", scores)
+            number, beside = entry.key.pass_number, self._places.get
             try:
-                last = last_gradcam_maps(self._entries, beside, number, images, 0, IN_FILE)
+                last = gradcam_maps_of_last_layer(self._entries, beside, number, images, 0, IN_FILE)
             except (RuntimeError, TypeError):
                 continue
             if last is not None:
-                self._keep_json(entry, " over", [last])
+                self._add_json(entry, " over", [last])
 
     def _images_of_pass(self, entry: ValueEntry) -> Images | None:
         """Return the images of a value's pass, the first of them alone with its pixels."""
-        number = entry.place.pass_number
+        number = entry.key.pass_number
         if number not in self._images:
             images = find_images(self._entries, number)
             self._images[number] = images
             if images is not None and images.pixels is not None:
                 self._images[number] = images._replace(pixels=images.pixels[:1].clone())
                 self.image_places[number] = entry.order
-                self._keep_json(entry, " image", images.image_data(0))
+                self._add_json(entry, " image", images.image_url_and_size(0))
         return self._images[number]
 
-    def _keep_json(self, entry: ValueEntry, name: str, data: Any) -> None:
+    def _add_json(self, entry: ValueEntry, name: str, data: Any) -> None:
         text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-        self._room[entry.place.pass_number] -= len(text)
+        self._room[entry.key.pass_number] -= len(text)
         self._packed.append((entry.order, name, text))
 
 
@@ -284,7 +293,7 @@ def _view_command(target: Path, contents: FolderContents) -> str:
     return "run.save('DIR'), then hookline view DIR"
 
 
-def page_file(path: str | os.PathLike[str]) -> Path:
+def page_path(path: str | os.PathLike[str]) -> Path:
     """Return the file to write: a path that ends in `.html`, or else `report.html` in a folder."""
     target = as_local_path(path)
     return target if target.suffix.lower() in (".html", ".htm") else target / _FILE_NAME

@@ -1,4 +1,4 @@
-"""Guard the server: check the Host header and the token, and set security headers.
+"""RequestGuard the server: check the Host header and the token, and set security headers.
 
 A page of another site can make a browser send requests to a loopback address, also under a name of
 its own (DNS rebinding). So the server answers only requests whose Host header is its own name.
@@ -47,7 +47,7 @@ def is_loopback(host: str) -> bool:
 
 @final
 @dataclass(frozen=True)
-class Rules:
+class RequestRules:
     """The rules for requests that the server answers."""
 
     host: str  # the address that the server is bound to
@@ -75,13 +75,13 @@ class Rules:
         """
         return f"hookline-{hashlib.sha256(self.token.encode()).hexdigest()[:16]}"
 
-    def knows(self, token: str) -> bool:
+    def is_token(self, token: str) -> bool:
         """Return whether a text is the token, compared in constant time."""
         return hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
 
 
 @final
-class Guard:
+class RequestGuard:
     """An ASGI middleware that refuses requests against the rules and adds security headers.
 
     Args:
@@ -90,7 +90,7 @@ class Guard:
         scripts: the value of `script-src` in the content security policy.
     """
 
-    def __init__(self, app: Any, rules: Rules, scripts: str) -> None:
+    def __init__(self, app: Any, rules: RequestRules, scripts: str) -> None:
         self._app = app
         self._rules = rules
         policy = f"{_POLICY}; script-src {scripts}"
@@ -114,24 +114,31 @@ class Guard:
         if self._rules.token:
             pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
             token = dict(pairs).get("token", "")
-            if token and self._rules.knows(token):
+            if token and self._rules.is_token(token):
                 rest = urlencode([pair for pair in pairs if pair[0] != "token"])
-                await _redirect(send, scope["path"], rest, f"{self._rules.cookie_name}={token}")
+                await _set_cookie_and_redirect(
+                    send, scope["path"], rest, f"{self._rules.cookie_name}={token}"
+                )
                 return
-            if not self._rules.knows(_cookie(headers.get(b"cookie", ""), self._rules.cookie_name)):
+            if not self._rules.is_token(
+                _read_cookie(headers.get(b"cookie", ""), self._rules.cookie_name)
+            ):
                 text = "hookline: open the whole address that was printed, with its token."
                 await _respond(send, 403, text)
                 return
 
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *_to_bytes(self._headers)]}
+                message = {
+                    **message,
+                    "headers": [*message["headers"], *_encode_headers(self._headers)],
+                }
             await send(message)
 
         await self._app(scope, receive, with_headers)
 
 
-def _cookie(header: str, name: str) -> str:
+def _read_cookie(header: str, name: str) -> str:
     try:
         cookie = SimpleCookie(header).get(name)
     except CookieError:
@@ -139,7 +146,7 @@ def _cookie(header: str, name: str) -> str:
     return cookie.value if cookie is not None else ""
 
 
-async def _redirect(send: Any, path: str, query: str, cookie: str) -> None:
+async def _set_cookie_and_redirect(send: Any, path: str, query: str, cookie: str) -> None:
     """Set the token as a cookie and redirect to the address without it, which is safe to share."""
     # A browser reads `//name` and `/\\name` as other servers, and a newline ends a header.
     where = "/" + quote(path.lstrip("/"), errors="replace") + (f"?{query}" if query else "")
@@ -149,9 +156,11 @@ async def _redirect(send: Any, path: str, query: str, cookie: str) -> None:
 
 async def _respond(send: Any, status: int, text: str, extra: dict[str, str] | None = None) -> None:
     headers = {"content-type": "text/plain; charset=utf-8", **_HEADERS, **(extra or {})}
-    await send({"type": "http.response.start", "status": status, "headers": _to_bytes(headers)})
+    await send(
+        {"type": "http.response.start", "status": status, "headers": _encode_headers(headers)}
+    )
     await send({"type": "http.response.body", "body": text.encode()})
 
 
-def _to_bytes(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+def _encode_headers(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]

@@ -25,8 +25,8 @@ from hookline.views.page.page_templates import load_template
 from hookline.views.page.profile_data import profile_data
 from hookline.views.page.recording_data import escape_texts, pack_json
 from hookline.views.page.recording_page import (
-    page_file,
-    write_contents_page,
+    page_path,
+    write_folder_contents_page,
     write_page_file,
     write_recording_page,
 )
@@ -90,18 +90,22 @@ def write_page(
             return write_comparison_page(result, path, title=title)
         case Effects():
             data = effects_data(result, texts or {})
-            return _write("sweep", path, data, title=title or _TITLES[isinstance(result, Sweep)])
+            return _render_and_write(
+                "sweep", path, data, title=title or _TITLES[isinstance(result, Sweep)]
+            )
         case Profile():
             title = title or f"Profile of {result.table.model_type}"
-            return _write("profile", path, profile_data(result), title=title)
+            return _render_and_write("profile", path, profile_data(result), title=title)
         case Curves():
             return write_curves_page(result, path, title=title)
         case Store():
             title = title or last_path_part(str(result.place))
-            file, _ = write_contents_page(contents_of_store(result), path, title=title)
+            file, _ = write_folder_contents_page(contents_of_store(result), path, title=title)
             return file
         case CheckFinding():
-            return _write("check", path, finding_page_data(result), title=title or title_of(result))
+            return _render_and_write(
+                "check", path, finding_page_data(result), title=title or title_of(result)
+            )
     raise InputError(
         f"result must be one that has a page, got {type(result).__name__}.\nGive what hl.record,"
         " hl.extract, hl.compare, hl.shadow, hl.sweep, hl.attribute, hl.profile or hl.monitor"
@@ -122,7 +126,9 @@ def write_comparison_page(
         names: the names of a and b, such as their folders.
     """
     title = title or comparison_title(names)
-    return _write("comparison", path, comparison_data(comparison), title=title, names=names)
+    return _render_and_write(
+        "comparison", path, comparison_data(comparison), title=title, names=names
+    )
 
 
 def comparison_title(names: Sequence[str]) -> str:
@@ -182,7 +188,7 @@ def pack_result(data: Any) -> str:
     return pack_json(escape_texts(to_json_value(data)))
 
 
-def _write(kind: str, path: str | os.PathLike[str], data: Any, **variables: Any) -> Path:
+def _render_and_write(kind: str, path: str | os.PathLike[str], data: Any, **variables: Any) -> Path:
     now = datetime.now().astimezone()
     text = load_template(kind).render(now=now, core=pack_result(data), **variables)
-    return write_page_file(page_file(path), text)
+    return write_page_file(page_path(path), text)

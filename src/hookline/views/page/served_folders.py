@@ -109,12 +109,12 @@ def _judge_rank_and_others(ranks: Sequence[Recording], rank: int) -> Findings:
     others = [
         finding
         for number, recording in enumerate(ranks)
-        if number != rank and (finding := _worst_of_rank(number, recording)) is not None
+        if number != rank and (finding := _worst_finding_of_rank(number, recording)) is not None
     ]
     return replace(judged, rows=sort_by_level([*judged, *others]))
 
 
-def _worst_of_rank(rank: int, recording: Recording) -> Finding | None:
+def _worst_finding_of_rank(rank: int, recording: Recording) -> Finding | None:
     """Return the worst finding of a rank for the list of another, which has no row for its site."""
     level: Level = "error"
     try:
@@ -231,7 +231,7 @@ class OpenRecordings:
                 reader = RunReader(self.source.folder)
                 self._run = reader, OpenRun(reader)
             _, run = self._run
-        run.take_new_reports()
+        run.read_new_reports()
         return run
 
     def read_finding(self) -> CheckFinding | None:
@@ -258,7 +258,9 @@ class OpenRecordings:
                 self._comparison = state, compare(self.source.folder, self.other.folder)
             return self._comparison[1]
 
-    def current_page(self, items: tuple[int, ...] | None = None) -> tuple[PageState, str]:
+    def current_page_and_version(
+        self, items: tuple[int, ...] | None = None
+    ) -> tuple[PageState, str]:
         """Return the current recordings and the state that they belong to.
 
         Raises:

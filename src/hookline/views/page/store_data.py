@@ -16,7 +16,7 @@ _MOST = 200  # shards and skipped items in the page
 
 def with_whole_statistics(entry: ValueEntry, store: Store) -> ValueEntry:
     """Return a value of some items with the statistics, the shape and the bytes of all items."""
-    site = entry.place.at
+    site = entry.key.at
     if site not in store:
         return entry
     column = store[site]

@@ -53,12 +53,12 @@ def token_blocks(
 
 def _find_output(row: Row, entries: Sequence[ValueEntry], pass_number: int) -> ValueEntry | None:
     for entry in row.entries:
-        if entry.site.port == "output" and entry.place.pass_number == pass_number:
+        if entry.site.port == "output" and entry.key.pass_number == pass_number:
             return entries[entry.order]
     return None
 
 
-def measure_tokens(
+def measure_token_norms(
     blocks: TokenBlocks,
     rows: Sequence[Row],
     others_by_order: dict[str, dict[int, ValueEntry]],
@@ -92,18 +92,20 @@ def measure_tokens(
     if "other" in others_by_order:
         pairs = [(entry, others_by_order["other"].get(entry.order)) for _, entry in blocks.blocks]
         data["error"] = [
-            _errors(_read_sample(entry, sample), _read_sample(other, sample))
+            _relative_errors(_read_sample(entry, sample), _read_sample(other, sample))
             for entry, other in pairs
         ]
     return data
 
 
-def find_ids(entries: Sequence[ValueEntry], pass_number: int, n_tokens: int) -> ValueEntry | None:
+def find_token_ids(
+    entries: Sequence[ValueEntry], pass_number: int, n_tokens: int
+) -> ValueEntry | None:
     """Return the recorded input of a pass that holds whole numbers, one for each token."""
     for entry in entries:
         is_whole = entry.dtype in ("int64", "int32")
         shape = re.fullmatch(r"\[\d+, (\d+)\]", entry.shape)
-        is_input = entry.site.port == "input" and entry.place.pass_number == pass_number
+        is_input = entry.site.port == "input" and entry.key.pass_number == pass_number
         if is_input and is_whole and shape and int(shape[1]) == n_tokens:
             return entry
     return None
@@ -130,7 +132,7 @@ def _norms(tensor: Tensor | None) -> list[float | None]:
     return [] if tensor is None or tensor.dim() != 2 else round_finite(tensor.norm(dim=-1).tolist())
 
 
-def _errors(a: Tensor | None, b: Tensor | None) -> list[float | None]:
+def _relative_errors(a: Tensor | None, b: Tensor | None) -> list[float | None]:
     """Return the relative difference of each token, by the norm of `b`."""
     if a is None or b is None or a.shape != b.shape or a.dim() != 2:
         return []

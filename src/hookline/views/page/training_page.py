@@ -28,7 +28,7 @@ from hookline.errors import InputError
 from hookline.findings import Findings
 from hookline.views.page.page_templates import load_template
 from hookline.views.page.recording_data import finding_data, pack_json
-from hookline.views.page.recording_page import page_file, write_page_file
+from hookline.views.page.recording_page import page_path, write_page_file
 from hookline.views.page.url_parameters import parse_int as number_of
 
 _COLUMNS_IN_FILE = 256
@@ -69,7 +69,7 @@ class OpenRun:
         self._findings: tuple[tuple[int, int], Findings] = (-1, -1), Findings([])
         self._judged, self._seconds = 0.0, 0.0  # when the steps were judged, and how long it took
 
-    def take_new_reports(self) -> None:
+    def read_new_reports(self) -> None:
         """Take the reports that have been added since.
 
         Raises:
@@ -104,7 +104,9 @@ class OpenRun:
             "n_ranks": self.n_ranks,
         }
 
-    def new_data(self, name: str, from_column: int, stride: int, n_known: int) -> dict[str, Any]:
+    def data_of_new_columns(
+        self, name: str, from_column: int, stride: int, n_known: int
+    ) -> dict[str, Any]:
         """Return what a page lacks that has the columns before one, of a number.
 
         Args:
@@ -114,7 +116,7 @@ class OpenRun:
             n_known: how many numbers of the last step the page has; another count sends the whole.
         """
         table = self.table
-        name = name if name in table.names else default_number(table.names)
+        name = name if name in table.names else default_number_name(table.names)
         if stride != table.stride or n_known != table.now.size or from_column > len(table.columns):
             from_column = 0
         columns = table.columns[from_column:]
@@ -132,7 +134,7 @@ class OpenRun:
         }
         if not from_column:
             answer["names"] = [[key, _TITLES.get(key, key)] for key in table.names]
-            answer["sites"] = [_split_site(site) for site in table.sites]
+            answer["sites"] = [_path_leaf_and_port(site) for site in table.sites]
             answer["depth"] = _firing_depths(table.sites, self.reports)
         return answer
 
@@ -165,7 +167,7 @@ class OpenRun:
 
     def whole_page_data(self) -> dict[str, Any]:
         """Return everything that a page without a server shows."""
-        answer = {**self.new_data("", 0, 0, -1), "values": []}
+        answer = {**self.data_of_new_columns("", 0, 0, -1), "values": []}
         answer["numbers"] = {name: self._packed_columns(name) for name in self.table.names}
         answer["logged"] = logged_data(self.logged)
         return answer
@@ -183,7 +185,8 @@ class OpenRun:
         at = self.table.sites[site]
         chosen = [self.reports[column.index] for column in self.table.columns]
         return [
-            [_at_rank(report, at, rank, name) for report in chosen] for rank in range(self.n_ranks)
+            [_number_at_rank(report, at, rank, name) for report in chosen]
+            for rank in range(self.n_ranks)
         ]
 
 
@@ -224,12 +227,12 @@ def _downsampled_points(name: str, curve: Logged) -> dict[str, Any]:
     }
 
 
-def default_number(names: Sequence[str]) -> str:
+def default_number_name(names: Sequence[str]) -> str:
     """Return the number that is shown unless another is chosen; an empty text without any."""
     return next((name for name in ("norm", "std", "mean") if name in names), "".join(names[:1]))
 
 
-def _at_rank(report: StepReport, site: str, rank: int, name: str) -> float | None:
+def _number_at_rank(report: StepReport, site: str, rank: int, name: str) -> float | None:
     if rank >= len(report.slots):
         return None
     if name == "ratio":
@@ -241,7 +244,7 @@ def _at_rank(report: StepReport, site: str, rank: int, name: str) -> float | Non
     return number if number is not None and np.isfinite(number) else None
 
 
-def _split_site(site: str) -> list[str]:
+def _path_leaf_and_port(site: str) -> list[str]:
     path, port = path_and_port(site)
     tail = site[len(path) :].lstrip(":")
     return [escape_invisible(path), escape_invisible(tail), port]
@@ -256,10 +259,10 @@ def _firing_depths(sites: Sequence[str], reports: Sequence[StepReport]) -> list[
             path, port = path_and_port(site)
             if port in ("output", "input") and turn != NO_TURN:
                 turns[path] = max(turn, turns.get(path, 0))
-    return [turns.get(_module_of(site), place) for place, site in enumerate(sites)]
+    return [turns.get(_module_path(site), place) for place, site in enumerate(sites)]
 
 
-def _module_of(site: str) -> str:
+def _module_path(site: str) -> str:
     """Return the path of a site's module; of a parameter, of the module that holds it."""
     path, port = path_and_port(site)
     return path.rpartition(".")[0] if port in ("value", "grad", "update") else path
@@ -275,28 +278,28 @@ def render_served_page(template: Any, run: OpenRun, title: str, where: str) -> s
     return _render(template, run, title, where, {"kinds": _KINDS}, is_served=True)
 
 
-def new_steps(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
+def data_of_new_steps(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
     """Return the steps that a page lacks.
 
     Args:
         run: the run.
         parameters: `state`, the version of the run that the page shows; `steps`, how many it has;
-            and the arguments of `OpenRun.new_data`.
+            and the arguments of `OpenRun.data_of_new_columns`.
     """
     page = [number_of(parameters, name) or 0 for name in ("from", "stride", "known")]
     with run.lock:
-        run.take_new_reports()
+        run.read_new_reports()
         if parameters.get("state", run.reader.version) != run.reader.version:
             return {"state": run.reader.version, "gone": ""}
         answer: dict[str, Any] = {"state": run.reader.version, **run.status()}
         if number_of(parameters, "steps") != answer["n_steps"]:
-            answer |= run.new_data(parameters.get("number", ""), *page)
+            answer |= run.data_of_new_columns(parameters.get("number", ""), *page)
         if number_of(parameters, "logged") != answer["n_logged"]:
             answer["logged"] = logged_data(run.logged)
     return answer
 
 
-def numbers_of_ranks(run: OpenRun, parameters: dict[str, str]) -> list[list[float | None]]:
+def requested_numbers_by_rank(run: OpenRun, parameters: dict[str, str]) -> list[list[float | None]]:
     """Return a site's numbers of each rank."""
     site = number_of(parameters, "site")
     with run.lock:
@@ -313,12 +316,12 @@ def write_curves_page(
         where: the folder of the run, if there is one.
     """
     run = OpenRun(curves.reports(), _COLUMNS_IN_FILE)
-    run.take_new_reports()
+    run.read_new_reports()
     of_model = "" if curves.model is None else f" of {curves.model.type.rpartition('.')[2]}"
     data = {"kinds": _KINDS, **run.whole_page_data()}
     title = title or f"Training{of_model}"
     text = _render(load_template("training"), run, title, where, data, is_served=False)
-    return write_page_file(page_file(path), text)
+    return write_page_file(page_path(path), text)
 
 
 def _render(

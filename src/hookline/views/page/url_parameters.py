@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, quote_plus
 
 from hookline.display.text import plural
 from hookline.errors import InputError, check_one_of
-from hookline.views.page.value_entries import Place
+from hookline.views.page.value_entries import ValueKey
 from hookline.views.page.what_to_draw import FORMS, ORDERS, Choice
 
 # Names may have lone surrogates, which strict UTF-8 refuses.
@@ -15,16 +15,16 @@ _ERRORS = "surrogatepass"
 MOST_ITEMS = 64  # on one page
 
 
-def write_query(place: Place, leaf: str = "") -> str:
-    """Write a place as the query of an address, with the leaf of one tensor of its value.
+def format_query(key: ValueKey, leaf: str = "") -> str:
+    """Write the key of a value as the query of an address, with the leaf of one of its tensors.
 
-    >>> write_query(Place("layer1:grad_output", 0, 2))
+    >>> format_query(ValueKey("layer1:grad_output", 0, 2))
     'at=layer1%3Agrad_output&pass=0&call=2'
     """
-    at = quote_plus(place.at, errors=_ERRORS)
-    text = f"at={at}&pass={place.pass_number}&call={place.call}"
-    if place.backward is not None:
-        text += f"&backward={place.backward}"
+    at = quote_plus(key.at, errors=_ERRORS)
+    text = f"at={at}&pass={key.pass_number}&call={key.call}"
+    if key.backward is not None:
+        text += f"&backward={key.backward}"
     return text + f"&leaf={quote_plus(leaf, errors=_ERRORS)}" * bool(leaf)
 
 

@@ -33,7 +33,7 @@ _MOST_LEAVES = 3
 _MOST_PARTS = 32  # whose statistics are shown
 
 
-class Place(NamedTuple):
+class ValueKey(NamedTuple):
     """The key of one value of a recording."""
 
     at: str  # the site as text
@@ -57,7 +57,7 @@ class ValueEntry:
     """One value: a call of a site in a pass."""
 
     recorded: RecordedValue = field(compare=False)  # the value, unread
-    place: Place
+    key: ValueKey
     order: int  # the value's position in firing order over the whole recording
     shape: str = ""  # the shape or structure; empty if the value could not be read
     dtype: str = ""  # the dtype of the main tensor; empty if there is none
@@ -110,7 +110,7 @@ class ValueEntry:
         return f"{self.non_finite:,}{where}" + f" and {more} more" * (more > 0)
 
 
-EntryAt = Callable[[Place], ValueEntry | None]  # returns the value at a place
+EntryAt = Callable[[ValueKey], ValueEntry | None]  # returns the value of a key
 
 _TWINS = {
     "output": "grad_output", "input": "grad_input",
@@ -120,17 +120,17 @@ _TWINS = {
 
 def gradient_of(entry_at: EntryAt, entry: ValueEntry) -> ValueEntry | None:
     """Return the gradient of a value; None if there is none, or for a gradient."""
-    return None if entry.site.port.startswith("grad") else gradient_partner(entry_at, entry)
+    return None if entry.site.port.startswith("grad") else gradient_or_value_of(entry_at, entry)
 
 
-def gradient_partner(entry_at: EntryAt, entry: ValueEntry) -> ValueEntry | None:
+def gradient_or_value_of(entry_at: EntryAt, entry: ValueEntry) -> ValueEntry | None:
     """Return the gradient of a value, or the value of a gradient."""
     port = _TWINS.get(entry.site.port)
     if port is None:
         return None
     at = str(Site(entry.site.path, port, entry.site.leaf, entry.site.call))
-    for backward in (entry.place.backward, None, 0):
-        twin = entry_at(Place(at, entry.place.pass_number, entry.place.call, backward))
+    for backward in (entry.key.backward, None, 0):
+        twin = entry_at(ValueKey(at, entry.key.pass_number, entry.key.call, backward))
         if twin is not None:
             return twin
     return None
@@ -169,7 +169,7 @@ def measure_part(entry: ValueEntry, leaf: str, within: ValueEntry) -> ValueEntry
     tensor = read_tensor(entry, leaf, within)
     statistics = main_tensor_statistics(tensor)
     return replace(
-        _with_main(entry, tensor),
+        _with_main_tensor(entry, tensor),
         shape=describe.shape(tensor),
         n_bytes=describe.n_bytes(tensor),
         statistics=statistics,
@@ -203,8 +203,11 @@ def list_values(recording: Recording) -> list[ValueEntry]:
         _unread_entry(recorded, order)
         for order, recorded in enumerate(iterate_source_values(recording))
     ]
-    places = {entry.place: entry for entry in entries}
-    return [_with_main_of_value(entry, gradient_partner(places.get, entry)) for entry in entries]
+    places = {entry.key: entry for entry in entries}
+    return [
+        _with_main_tensor_of_value(entry, gradient_or_value_of(places.get, entry))
+        for entry in entries
+    ]
 
 
 def measure_values(recording: Recording) -> list[ValueEntry]:
@@ -282,25 +285,25 @@ def _count_non_finite(
 
 def _unread_entry(recorded: RecordedValue, order: int) -> ValueEntry:
     number = recorded.record.number
-    place = Place(str(recorded.site), number, recorded.call, recorded.backward)
+    key = ValueKey(str(recorded.site), number, recorded.call, recorded.backward)
     try:
         value = recorded.outline()
     except FolderError as error:
-        return ValueEntry(recorded, place, order, problem=first_line(error))
+        return ValueEntry(recorded, key, order, problem=first_line(error))
     main = main_tensor(value, with_meta=True)
     leaves = (leaf for leaf, tensor in tree.tensors(value) if tensor is main)
     entry = ValueEntry(
         recorded,
-        place,
+        key,
         order,
         shape=describe.shape_or_structure(value),
         main=next(leaves, None),
         n_bytes=_n_bytes(value),
     )
-    return _with_main(entry, main)
+    return _with_main_tensor(entry, main)
 
 
-def _with_main(entry: ValueEntry, main: Tensor | None) -> ValueEntry:
+def _with_main_tensor(entry: ValueEntry, main: Tensor | None) -> ValueEntry:
     """Return a value with what the outline of its main tensor tells."""
     return replace(
         entry,
@@ -310,7 +313,7 @@ def _with_main(entry: ValueEntry, main: Tensor | None) -> ValueEntry:
     )
 
 
-def _with_main_of_value(entry: ValueEntry, value: ValueEntry | None) -> ValueEntry:
+def _with_main_tensor_of_value(entry: ValueEntry, value: ValueEntry | None) -> ValueEntry:
     """Return a gradient whose main tensor is that of its value; other values as they are.
 
     If no gradient flowed to that tensor, the gradient has no main tensor.
@@ -319,7 +322,7 @@ def _with_main_of_value(entry: ValueEntry, value: ValueEntry | None) -> ValueEnt
     if not is_gradient or value is None or value.main in (None, entry.main) or entry.main is None:
         return entry
     main = _tensor_at(entry.recorded.outline(), value.main)
-    return _with_main(replace(entry, main=value.main), main)
+    return _with_main_tensor(replace(entry, main=value.main), main)
 
 
 def _n_bytes(value: Any) -> int:

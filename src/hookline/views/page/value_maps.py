@@ -10,22 +10,22 @@ from torch import Tensor
 from hookline.display.text import first_line
 from hookline.display.units import measure, share, size
 from hookline.errors import HooklineError, InputError
-from hookline.views.page.class_scores import entry_class_scores
+from hookline.views.page.class_scores import top_class_scores_of_entry
 from hookline.views.page.image_overlays import (
     Images,
     find_images,
     gradcam_maps,
+    gradcam_maps_of_last_layer,
     is_model_input,
-    last_gradcam_maps,
     norm_maps,
 )
 from hookline.views.page.page_state import PageState
-from hookline.views.page.quantised_maps import ASKED_FOR, quantised_maps, with_channels
-from hookline.views.page.token_norms import find_ids, measure_tokens, token_blocks
+from hookline.views.page.quantised_maps import ASKED_FOR, choose_same_channels, quantised_maps
+from hookline.views.page.token_norms import find_token_ids, measure_token_norms, token_blocks
 from hookline.views.page.value_entries import (
     ValueEntry,
     gradient_of,
-    gradient_partner,
+    gradient_or_value_of,
     measure_part,
     read_tensor,
 )
@@ -43,14 +43,14 @@ def value_maps(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, 
     """
     gradient = gradient_of(page.entry_at, entry)
     with page.read_lock():
-        images = find_images(page.values, entry.place.pass_number)
+        images = find_images(page.values, entry.key.pass_number)
         own = _maps_or_error(entry, entry, choice, images)
-        same = with_channels(choice, own.get("maps"))
+        same = choose_same_channels(choice, own.get("maps"))
         answer: dict[str, Any] = {
             "own": own,
             "gradient": None if gradient is None else _maps_or_error(gradient, entry, same, images),
         }
-        other = page.other_entry_at(entry.place)
+        other = page.entry_of_other_recording(entry.key)
         if other is not None:
             answer["other"] = _maps_or_error(other, entry, same, images)
             answer["difference"] = _difference_or_error(entry, other, same, images)
@@ -58,7 +58,7 @@ def value_maps(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, 
             answer["numbers"] = [_facts_of_part(value, entry, choice) for value in pair]
         elif images is not None and own.get("maps", {}).get("kind") != "heads":
             answer["over"] = _image_overlay(page, entry, images, choice)
-            answer["scores"] = entry_class_scores(entry, images, choice.sample)
+            answer["scores"] = top_class_scores_of_entry(entry, images, choice.sample)
     return answer
 
 
@@ -75,24 +75,24 @@ def token_norms(page: PageState, pass_number: int, sample: int) -> dict[str, Any
     twins = {entry.order: gradient_of(page.entry_at, entry) for entry in outputs}
     others = {"gradient": {order: twin for order, twin in twins.items() if twin is not None}}
     if page.other is not None:
-        pairs = {entry.order: page.other_entry_at(entry.place) for entry in outputs}
+        pairs = {entry.order: page.entry_of_other_recording(entry.key) for entry in outputs}
         others["other"] = {order: other for order, other in pairs.items() if other is not None}
-    ids = find_ids(page.values, pass_number, chosen.n_tokens)
+    ids = find_token_ids(page.values, pass_number, chosen.n_tokens)
     with page.read_lock():
-        return measure_tokens(chosen, page.rows, others, ids, sample)
+        return measure_token_norms(chosen, page.rows, others, ids, sample)
 
 
 def _facts_of_part(entry: ValueEntry, within: ValueEntry, choice: Choice) -> dict[str, str]:
     """Return the facts of a value, or of the tensor that is chosen of it by its leaf."""
     if isinstance(choice.part, int):
-        return dict(facts_of(entry))
+        return dict(statistics_facts(entry))
     try:
-        return dict(facts_of(measure_part(entry, choice.part, within)))
+        return dict(statistics_facts(measure_part(entry, choice.part, within)))
     except (HooklineError, RuntimeError, TypeError) as error:
         return {"Problem": first_line(error)}
 
 
-def facts_of(entry: ValueEntry) -> list[tuple[str, str]]:
+def statistics_facts(entry: ValueEntry) -> list[tuple[str, str]]:
     """List a value's statistics as (name, text)."""
     statistics = entry.statistics
     facts = [("Shape", entry.shape), ("Dtype", entry.dtype)]
@@ -152,7 +152,7 @@ def _image_overlay(
 ) -> dict[str, Any] | None:
     """Return what is laid over the images, or what is missing for it; None if there is nothing."""
     is_root = entry.site.path == ""
-    both = (entry, gradient_partner(page.entry_at, entry))
+    both = (entry, gradient_or_value_of(page.entry_at, entry))
     pair = [value for value in both if value is not None and value.numel is not None]
     if not pair:
         return None
@@ -160,19 +160,19 @@ def _image_overlay(
     try:
         sets = _last_layer_maps(page, entry, images, choice) if is_root else None
         if sets is None:
-            sets = _overlays(pair, images, choice)
+            sets = _gradcam_and_norm_maps(pair, images, choice)
     except HooklineError:
         return None
     except (RuntimeError, TypeError) as error:
         return {"why": f"Maps over the input cannot be drawn: {first_line(error)}"}
     if images.pixels is None and entry.is_image and len(pair) > 1 and not is_root:
-        return {"why": _why_no_class_map(page, entry.place.pass_number)}
-    return {**images.image_data(choice.sample), "sets": sets} if sets else None
+        return {"why": _why_no_class_map(page, entry.key.pass_number)}
+    return {**images.image_url_and_size(choice.sample), "sets": sets} if sets else None
 
 
 def _why_no_class_map(page: PageState, pass_number: int) -> str:
     """Say what is missing for a class map: the input, or another shape of it."""
-    of_pass = (value for value in page.values if value.place.pass_number == pass_number)
+    of_pass = (value for value in page.values if value.key.pass_number == pass_number)
     given = next(filter(is_model_input, of_pass), None)
     if given is None:
         return "For Grad-CAM over the input image, record the input as well: (root):input."
@@ -185,12 +185,14 @@ def _last_layer_maps(
     """Return the class map of the last layer that has one, for the model's output."""
     if not entry.site.port.endswith("output"):
         return None
-    number, sample = entry.place.pass_number, choice.sample
-    maps = last_gradcam_maps(page.values, page.entry_at, number, images, sample, ASKED_FOR)
+    number, sample = entry.key.pass_number, choice.sample
+    maps = gradcam_maps_of_last_layer(page.values, page.entry_at, number, images, sample, ASKED_FOR)
     return None if maps is None else [maps]
 
 
-def _overlays(pair: Sequence[ValueEntry], images: Images, choice: Choice) -> list[dict[str, Any]]:
+def _gradcam_and_norm_maps(
+    pair: Sequence[ValueEntry], images: Images, choice: Choice
+) -> list[dict[str, Any]]:
     """Return the class map of a value and its gradient, and their norms at each place."""
     tensors = [read_tensor(value) for value in pair]
     names = ["norm of the gradient" if v.site.port.startswith("grad") else "norm" for v in pair]

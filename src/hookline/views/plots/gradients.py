@@ -91,7 +91,7 @@ def _in_firing_order(recording: Recording) -> tuple[tuple[GradientRow, ...], str
             # Gradients come in the reverse order; those of outputs that were recorded, later.
             turn = place if value.site.port == "output" else -place
             turns.setdefault(value.site.path, turn)
-    paths = [_module_of(row) for row in rows]
+    paths = [_module_path(row) for row in rows]
     if not any(path in turns for path in paths):
         return rows, "registration"
     # What never fired comes last.
@@ -99,7 +99,7 @@ def _in_firing_order(recording: Recording) -> tuple[tuple[GradientRow, ...], str
     return tuple(rows[k] for k in ordered), "firing"
 
 
-def _module_of(row: GradientRow) -> str:
+def _module_path(row: GradientRow) -> str:
     """Return the path of a row's module; of a parameter, of the module that holds it."""
     path = row.site.rpartition(":")[0]
     path = path.rpartition(".")[0] if _port(row) == "grad" else path
