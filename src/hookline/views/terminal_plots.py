@@ -66,7 +66,7 @@ def terminal_plots(recording: Recording | PassRecord) -> RenderableType:
         InputError: the recording has no value to draw, or several passes.
     """
     values, skipped = values_to_draw(recording, None)
-    parts: list[RenderableType] = [_Rows(values[:_MOST_SITES])]
+    parts: list[RenderableType] = [_HistogramTable(values[:_MOST_SITES])]
     if len(values) > _MOST_SITES:
         parts.append(Text(f"… and {len(values) - _MOST_SITES} more sites"))
     if skipped:
@@ -90,7 +90,7 @@ def sparkline(counts: Array, bars: str = _BARS) -> str:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _HistogramTable:
     """A histogram and numbers of each value, in characters that the output supports.
 
     In a narrow terminal, bars are fewer, and then columns are left out: no number is cut.
@@ -131,7 +131,7 @@ class _Rows:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Maps:
+class _MapsSideBySide:
     """Maps side by side, as many as fit. Each character shows two cells, one above the other."""
 
     title: str
@@ -146,7 +146,7 @@ class _Maps:
         shades = _ASCII_SHADES if options.ascii_only else _SHADES
         has_colours = not (console.color_system is None or console.no_color or options.ascii_only)
         signed = bool((self.maps < 0).any())
-        positions = [_scale_map(drawn, signed) for drawn in self.maps[:fit]]
+        positions = [_colour_positions(drawn, signed) for drawn in self.maps[:fit]]
         anchors = BLUE_ORANGE if signed else VIRIDIS
         for row in range(0, height, 2):
             for k, drawn in enumerate(positions):
@@ -154,7 +154,9 @@ class _Maps:
                 pairs = list(zip(drawn[row], lower, strict=True))
                 if has_colours:
                     is_last = row + 1 >= height
-                    yield from (Segment("▀", _style(*pair, anchors, is_last)) for pair in pairs)
+                    yield from (
+                        Segment("▀", _half_block_style(*pair, anchors, is_last)) for pair in pairs
+                    )
                 else:
                     yield Segment("".join(_shade_character(*pair, shades) for pair in pairs))
                 yield Segment(" " if k < fit - 1 else "")
@@ -169,14 +171,16 @@ def _has_maps(value: LabelledTensor) -> bool:
     return tensor.dim() == 4 and min(tensor.shape[2:]) >= 4
 
 
-def _first_maps(value: LabelledTensor) -> _Maps:
+def _first_maps(value: LabelledTensor) -> _MapsSideBySide:
     arranged = arrange(value, None, 0)
     drawn = shrink(arranged.data[:16], _SIDE).numpy()
     form = "x".join(map(str, arranged.data.shape[1:]))
-    return _Maps(f"{value.label}: {plural(len(arranged.data), 'channel')} of {form}", drawn)
+    return _MapsSideBySide(
+        f"{value.label}: {plural(len(arranged.data), 'channel')} of {form}", drawn
+    )
 
 
-def _scale_map(numbers: Array, signed: bool) -> Array:
+def _colour_positions(numbers: Array, signed: bool) -> Array:
     """Scale numbers to positions from 0 to 1 in a colour map; NaN stays NaN."""
     low, high = finite_range(numbers)
     if signed:
@@ -185,7 +189,7 @@ def _scale_map(numbers: Array, signed: bool) -> Array:
     return scale_to_unit(np.asarray(numbers, np.float64), low, high)
 
 
-def _style(upper: float, lower: float, anchors: Any, is_last: bool) -> Style:
+def _half_block_style(upper: float, lower: float, anchors: Any, is_last: bool) -> Style:
     """Return the style of a half block: the upper cell in front, the lower cell behind."""
     front = _BAD if math.isnan(upper) else interpolate_colour(upper, anchors)
     back = _BAD if math.isnan(lower) else interpolate_colour(lower, anchors)

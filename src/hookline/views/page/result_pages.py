@@ -32,7 +32,7 @@ from hookline.views.page.recording_page import (
 )
 from hookline.views.page.served_folders import contents_of_store
 from hookline.views.page.training_page import write_curves_page
-from hookline.views.plots.sweep import texts_of
+from hookline.views.plots.sweep import axis_texts
 
 _TITLES = {True: "Measured effects", False: "Estimated effects"}
 
@@ -170,7 +170,7 @@ def effects_data(effects: Effects, texts: Mapping[str, Sequence[str]]) -> dict[s
         {
             "name": axis,
             "labels": list(map(str, effects.labels[axis])),
-            "texts": texts_of(effects, axis, texts),
+            "texts": axis_texts(effects, axis, texts),
         }
         for axis in effects.axes
     ]

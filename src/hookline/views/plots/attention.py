@@ -28,8 +28,8 @@ from hookline.views.plots.figure_sheet import (
     Sheet,
     draw_map,
     label_ticks,
-    text_width,
-    tidy,
+    show_spines,
+    widest_text_inches,
 )
 from hookline.views.plots.token_labels import check_texts, printable_tokens
 
@@ -102,15 +102,17 @@ def attention(
     if drawn.shape[1:] != maps.shape[1:]:
         size = " x ".join(str(side) for side in drawn.shape[1:])
         lines.append(f"drawn as {size}: each cell the mean of an area")
-    left = max(text_width(labels.queries or []), 0.25) + 0.2
-    tiles = _tiling(len(chosen), (n_queries, n_keys), _WIDTH - left, is_named=any(labels))
+    left = max(widest_text_inches(labels.queries or []), 0.25) + 0.2
+    tiles = _tiling_for_labels(
+        len(chosen), (n_queries, n_keys), _WIDTH - left, is_named=any(labels)
+    )
     width = left + tiles.width_of_all
-    height = tiles.height_of(len(chosen)) + max(text_width(labels.keys or []), 0.15) + 0.2
+    height = tiles.height_of(len(chosen)) + max(widest_text_inches(labels.keys or []), 0.15) + 0.2
     sheet = Sheet(max(width, 4.6), height + 0.55, value.title, lines)
     whole = colour_scale(drawn)
     scale = whole if whole.is_signed else Scale(0.0, whole.high, is_signed=False)
     for k, (number, numbers) in enumerate(zip(chosen, drawn, strict=True)):
-        x, y = tiles.corner(k)
+        x, y = tiles.top_left(k)
         axes = sheet.add_axes(left + x, y, tiles.width, tiles.height)
         axes.set(xlim=(-0.5, n_keys - 0.5), ylim=(n_queries - 0.5, -0.5))
         draw_map(axes, numbers.numpy(), scale, (-0.5, -0.5, n_keys, n_queries), smooth=False)
@@ -119,7 +121,7 @@ def attention(
         _label_axes(axes, tiles, labels, is_outer)
     has_bad = not bool(drawn.isfinite().all())
     label = "weight" if value.label.endswith("@pattern") else "value"
-    sheet.colour_bar((0.2, height + 0.25), scale, label, has_bad=has_bad)
+    sheet.draw_colour_bar((0.2, height + 0.25), scale, label, has_bad=has_bad)
     return sheet.figure
 
 
@@ -148,7 +150,7 @@ def _replace_masked(maps: Tensor) -> tuple[Tensor, str]:
     return maps.masked_fill(masked, rest.min()), f"; {int(masked.sum()):,} masked"
 
 
-class _Labels(NamedTuple):
+class _TokenLabels(NamedTuple):
     """The labels of queries and keys; None for indices."""
 
     queries: list[str] | None
@@ -160,16 +162,18 @@ def _token_labels(
     shape: tuple[int, int],
     texts: Sequence[str] | None,
     keys: Sequence[str] | None,
-) -> _Labels:
+) -> _TokenLabels:
     n_queries, n_keys = shape
     if keys is None and texts is not None and len(texts) == n_keys:
         keys, texts = texts, texts[n_keys - n_queries :] if n_queries <= n_keys else texts
     check_texts("texts", texts, n_queries if keys is not None else n_keys, value.label)
     check_texts("keys", keys, n_keys, value.label)
-    return _Labels(printable_tokens(texts), printable_tokens(keys))
+    return _TokenLabels(printable_tokens(texts), printable_tokens(keys))
 
 
-def _tiling(n_maps: int, shape: tuple[int, int], across: float, *, is_named: bool) -> Tiling:
+def _tiling_for_labels(
+    n_maps: int, shape: tuple[int, int], across: float, *, is_named: bool
+) -> Tiling:
     """Lay out so many maps, as large as their labels and the width of a figure ask for."""
     least = _LEAST if n_maps > 1 else 3.0
     a_token = max(_A_TOKEN if is_named else 0.0, least / max(shape))
@@ -179,7 +183,9 @@ def _tiling(n_maps: int, shape: tuple[int, int], across: float, *, is_named: boo
     return Tiling(columns, width, height, _LABEL, _GAP)
 
 
-def _label_axes(axes: Axes, tiles: Tiling, labels: _Labels, is_outer: tuple[bool, bool]) -> None:
+def _label_axes(
+    axes: Axes, tiles: Tiling, labels: _TokenLabels, is_outer: tuple[bool, bool]
+) -> None:
     """Label the queries left of the first map of a row, and the keys below the last of a column.
 
     Args:
@@ -198,4 +204,4 @@ def _label_axes(axes: Axes, tiles: Tiling, labels: _Labels, is_outer: tuple[bool
         else:
             step = max(1, math.ceil(len(texts) * _A_TOKEN * 0.9 / inches))
             label_ticks(axis, texts, step, turned=axis is axes.xaxis)
-    tidy(axes, ())
+    show_spines(axes, ())

@@ -25,8 +25,8 @@ from hookline.views.plots.figure_sheet import (
     Sheet,
     draw_map,
     label_ticks,
-    text_width,
-    tidy,
+    show_spines,
+    widest_text_inches,
 )
 
 if TYPE_CHECKING:
@@ -114,12 +114,14 @@ def channels(
     has_bad = not bool(maps.isfinite().all())
     if shared:
         place = (0.1, height + 0.08)
-        sheet.colour_bar(place, whole, "value, one scale for all", has_bad=has_bad)
+        sheet.draw_colour_bar(place, whole, "value, one scale for all", has_bad=has_bad)
     else:
         ends = ("-largest", "+largest") if whole.is_signed else ("least", "greatest")
         scale = Scale(-1 if whole.is_signed else 0, 1, whole.is_signed)
         place = (0.2, height + 0.08)
-        sheet.colour_bar(place, scale, "value, each map on its own scale", ends, has_bad=has_bad)
+        sheet.draw_colour_bar(
+            place, scale, "value, each map on its own scale", ends, has_bad=has_bad
+        )
     return sheet.figure
 
 
@@ -141,7 +143,7 @@ class Tiling(NamedTuple):
         """Return the height of n tiles."""
         return math.ceil(n / self.columns) * (self.height + self.label + self.gap)
 
-    def corner(self, k: int) -> tuple[float, float]:
+    def top_left(self, k: int) -> tuple[float, float]:
         """Return the left edge of a tile, and its top edge below the label."""
         row, column = divmod(k, self.columns)
         return column * (self.width + self.gap), row * (
@@ -171,7 +173,7 @@ def draw_grid(
     """
     ranges = _range_texts(maps, labels, tiles.width) if scale is None else [""] * len(maps)
     for k, (label, ends, drawn) in enumerate(zip(labels, ranges, maps, strict=True)):
-        left, top = tiles.corner(k)
+        left, top = tiles.top_left(k)
         axes.text(left, top - 0.03, label, fontsize=SMALL, va="bottom")
         if ends:
             axes.text(left + tiles.width, top - 0.03, ends, fontsize=TINY, va="bottom",
@@ -196,7 +198,10 @@ def _range_texts(maps: Tensor, labels: list[str], width: float) -> list[str]:
     for digits in (3, 2):
         ranges = [_range_text(drawn, digits) for drawn in maps.numpy()]
         pairs = zip(labels, ranges, strict=True)
-        if all(text_width([label]) + text_width([ends], TINY) <= width for label, ends in pairs):
+        if all(
+            widest_text_inches([label]) + widest_text_inches([ends], TINY) <= width
+            for label, ends in pairs
+        ):
             return ranges
     return [""] * len(maps)
 
@@ -224,7 +229,7 @@ def _draw_curves(
     axes = sheet.add_canvas(0, 0, _WIDTH, height)
     labels = channel_labels(chosen, arranged.data[chosen])
     for k, (label, curve) in enumerate(zip(labels, curves, strict=True)):
-        left, top = tiles.corner(k)
+        left, top = tiles.top_left(k)
         axes.text(left, top - 0.03, label, fontsize=SMALL, va="bottom")
         scale, bottom = colour_scale(curve, signed=False), top + tiles.height
         span = scale.high - scale.low
@@ -257,5 +262,5 @@ def _draw_bars(vector: Tensor, chosen: list[int], title: str, lines: list[str]) 
     axes.set_xlim(-0.8, len(chosen) - 0.2)
     axes.set_xlabel("channel", fontsize=TEXT, **PLAIN)
     axes.set_ylabel("value", fontsize=TEXT, **PLAIN)
-    tidy(axes)
+    show_spines(axes)
     return sheet.figure

@@ -36,7 +36,7 @@ from hookline.views.plots.figure_sheet import (
     Sheet,
     draw_map,
 )
-from hookline.views.plots.site_rows import RowSheet, set_log_axis
+from hookline.views.plots.site_rows import SiteRowSheet, set_log_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,8 +99,8 @@ def compare(
     if n is not None:
         check_count("n", n)
     if site is None:
-        return _draw_sites(a, b, n or _MOST, order)
-    return _draw_site(
+        return _draw_differences_by_site(a, b, n or _MOST, order)
+    return _draw_channel_differences(
         look_up_main_tensor(a, site, "a"),
         look_up_main_tensor(b, site, "b"),
         n or 16,
@@ -109,7 +109,7 @@ def compare(
     )
 
 
-def _draw_sites(a: Source, b: Source, n: int, order: str) -> Figure:
+def _draw_differences_by_site(a: Source, b: Source, n: int, order: str) -> Figure:
     for source, name in ((a, "a"), (b, "b")):
         only_pass(source, name)
     comparison = compare_sites(a, b)
@@ -117,7 +117,7 @@ def _draw_sites(a: Source, b: Source, n: int, order: str) -> Figure:
     if order == "difference":
         rows.sort(key=_relative_or_inf, reverse=True)
     drawn = rows[:n]
-    sheet = RowSheet(
+    sheet = SiteRowSheet(
         "Two recordings compared",
         _header_lines(comparison, len(drawn)),
         [row.site for row in drawn],
@@ -175,7 +175,7 @@ def _why_no_number(row: ComparedSite) -> str:
     return row.why if row.relative is None else "no ratio: the second is zero"
 
 
-def _draw_site(
+def _draw_channel_differences(
     a: LabelledTensor, b: LabelledTensor, n: int, order: str, reading: tuple[int, str | None]
 ) -> Figure:
     drawable_tensor(a)
@@ -206,15 +206,15 @@ def _draw_site(
         lines.append(f"{share_text(len(chosen), len(first.data), 'channel')}{by}")
         whole = [data[chosen] for data in parts]
         labels = [channel_labels(chosen, data) for data in whole]
-        return _draw_panels(a, [shrink(data, MAX_SIDE) for data in whole], labels, lines)
+        return _draw_three_panels(a, [shrink(data, MAX_SIDE) for data in whole], labels, lines)
     # A sequence is a table of tokens x features, a vector one row.
     tables = [
         shrink_table(data.T if first.space else data[None], (256, 256))[None] for data in parts
     ]
-    return _draw_panels(a, tables, [], lines)
+    return _draw_three_panels(a, tables, [], lines)
 
 
-def _draw_panels(
+def _draw_three_panels(
     value: LabelledTensor, panels: list[torch.Tensor], labels: list[list[str]], lines: list[str]
 ) -> Figure:
     """Draw three panels of maps, shape `(n, height, width)`; the first two share a scale.
@@ -250,5 +250,5 @@ def _draw_panels(
             label = "value in both" if not k else "difference"
             bad = not np.isfinite(maps.numpy()).all() or (not k and not panels[1].isfinite().all())
             place = (left + 0.1, height + 0.45)
-            sheet.colour_bar(place, scale, label, has_bad=bool(bad), width=1.6)
+            sheet.draw_colour_bar(place, scale, label, has_bad=bool(bad), width=1.6)
     return sheet.figure

@@ -56,7 +56,7 @@ def colour_map(is_signed: bool) -> Any:
     return made.with_extremes(bad=_BAD[is_signed])
 
 
-def text_width(texts: Sequence[str], size: float = SMALL) -> float:
+def widest_text_inches(texts: Sequence[str], size: float = SMALL) -> float:
     """Estimate the width of the widest text, in inches."""
     return max((len(text) for text in texts), default=0) * _INCH_A_CHARACTER[size]
 
@@ -102,7 +102,7 @@ class Sheet:
         axes.set(xlim=(0, width), ylim=(height, 0))
         return axes
 
-    def colour_bar(
+    def draw_colour_bar(
         self, place: tuple[float, float], scale: Scale, label: str,
         ends: tuple[str, str] | None = None, *, has_bad: bool = False, width: float = 2.2,
     ) -> None:  # fmt: skip
@@ -128,10 +128,12 @@ class Sheet:
         axes.set_yticks([])
         axes.set_xticks(places, texts, fontsize=SMALL, **PLAIN)
         axes.tick_params(length=2)
-        tidy(axes, ())
+        show_spines(axes, ())
         axes.text(1.06, 0.5, label, transform=axes.transAxes, fontsize=SMALL, va="center", **PLAIN)
         if has_bad:
-            patch = self.add_axes(left + width + 0.15 + text_width([label]) + 0.1, top, 0.14, 0.1)
+            patch = self.add_axes(
+                left + width + 0.15 + widest_text_inches([label]) + 0.1, top, 0.14, 0.1
+            )
             patch.set(xticks=[], yticks=[])
             patch.set_facecolor(_BAD[scale.is_signed])
             patch.text(1.4, 0.5, "NaN or infinite", transform=patch.transAxes, fontsize=SMALL,
@@ -201,7 +203,7 @@ def label_ticks(axis: Axis, texts: Sequence[str], step: int, *, turned: bool = F
     axis.set_ticks(range(0, len(texts), step), texts[::step], fontsize=SMALL, **turn, **PLAIN)
 
 
-def tidy(axes: Axes, keep: Sequence[str] = ("left", "bottom")) -> None:
+def show_spines(axes: Axes, keep: Sequence[str] = ("left", "bottom")) -> None:
     """Show only some of the lines around the axes."""
     for side, spine in axes.spines.items():
         spine.set_visible(side in keep)

@@ -16,7 +16,7 @@ from hookline.errors import InputError
 from hookline.recordings import GradientRow, Recording
 from hookline.recordings.figure_values import check_plot_source, iterate_source_values
 from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
-from hookline.views.plots.site_rows import RowSheet, find_blocks, set_log_axis
+from hookline.views.plots.site_rows import SiteRowSheet, block_indices, set_log_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,29 +60,31 @@ def gradients(recording: Recording) -> Figure:
             "the recording must be whole, got one of its passes."
             "\nGive the recording: the figure shows means over its passes."
         )
-    sites, order = _in_firing_order(recording)
-    lines = _port_lines(sites, recording.modules)
+    sites, order = _rows_and_their_order(recording)
+    lines = _line_by_port(sites, recording.modules)
     has_ratio = any(row.ratio is not None for row in sites)
     headings = ["L2 norm", *["gradient / weight, of norms"] * has_ratio, "zeros, %"]
-    rows = RowSheet(
+    rows = SiteRowSheet(
         "Gradient flow",
         [
             f"{plural(len(sites), 'site')} in {order} order, the first at the top"
-            + _mean_text([row.count for row in sites if row.count]),
-            _abnormal_text(sites) or "none is dead or exploding",
+            + _gradients_per_mean_text([row.count for row in sites if row.count]),
+            _abnormal_sites_text(sites) or "none is dead or exploding",
         ],
         [row.site for row in sites],
         headings,
         column_width=2.6,
     )
-    _draw_on_log(rows.axes[0], sites, [row.norm if row.count else None for row in sites], lines)
+    _draw_on_log_axis(
+        rows.axes[0], sites, [row.norm if row.count else None for row in sites], lines
+    )
     if has_ratio:
-        _draw_on_log(rows.axes[1], sites, [row.ratio for row in sites], lines)
+        _draw_on_log_axis(rows.axes[1], sites, [row.ratio for row in sites], lines)
     _draw_zeros(rows.axes[-1], sites, lines)
     return rows.figure
 
 
-def _in_firing_order(recording: Recording) -> tuple[tuple[GradientRow, ...], str]:
+def _rows_and_their_order(recording: Recording) -> tuple[tuple[GradientRow, ...], str]:
     """Return the rows as their modules fired, if that is known; else as they are registered."""
     rows = recording.gradients().rows
     turns: dict[str, int] = {}
@@ -106,7 +108,7 @@ def _module_path(row: GradientRow) -> str:
     return "" if path == "(root)" else path
 
 
-def _abnormal_text(rows: tuple[GradientRow, ...]) -> str:
+def _abnormal_sites_text(rows: tuple[GradientRow, ...]) -> str:
     """Count the sites that are not as they should be."""
     counts = Counter(row.state for row in rows)
     words = {"exploding": "exploding (▲)", "dead": "dead (✕)", "none": "without a gradient"}
@@ -127,7 +129,7 @@ def _draw_zeros(zeros: Axes, rows: tuple[GradientRow, ...], lines: _Lines) -> No
     zeros.set_xlim(-4, 104)
 
 
-def _mean_text(counts: list[int]) -> str:
+def _gradients_per_mean_text(counts: list[int]) -> str:
     """Say how many gradients each number is a mean of."""
     if max(counts, default=0) <= 1:
         return "; one gradient each" if counts else ""
@@ -140,13 +142,13 @@ def _port(row: GradientRow) -> str:
     return re.split(r"[.\[#]", row.site.rpartition(":")[2])[0]
 
 
-def _port_lines(rows: tuple[GradientRow, ...], types: Mapping[str, str]) -> _Lines:
+def _line_by_port(rows: tuple[GradientRow, ...], types: Mapping[str, str]) -> _Lines:
     """Return a line from site to site for each port; through repeated blocks if it can."""
     lines = []
     for port in dict.fromkeys(_port(row) for row in rows):
         of_port = [y for y, row in enumerate(rows) if _port(row) == port]
         paths = [rows[y].site.rpartition(":")[0] for y in of_port]
-        trunk = find_blocks(paths, [types.get(path, "") for path in paths])
+        trunk = block_indices(paths, [types.get(path, "") for path in paths])
         lines.append(([of_port[place] for place in trunk] or of_port, 1.2 if trunk else 0.6))
     return lines
 
@@ -163,7 +165,7 @@ def _draw_markers(axes: Axes, x: Any, y: list[int], state: str, **options: Any) 
     axes.plot(x, y, color=colour, marker=marker, linestyle="", zorder=2, markersize=size, **options)
 
 
-def _draw_on_log(
+def _draw_on_log_axis(
     axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | None], lines: _Lines
 ) -> None:
     """Draw a marker for each number on a logarithmic axis; words at the edge for the others."""

@@ -19,7 +19,7 @@ from hookline.recordings.figure_values import (
     values_to_draw,
 )
 from hookline.statistics.value_statistics import histogram_and_statistics
-from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
+from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, show_spines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,4 +125,4 @@ def _draw_histogram(axes: Axes, value: LabelledTensor, bins: int, log: bool) -> 
         )
     axes.text(0, 1.03, shorten(words, 44), transform=axes.transAxes, fontsize=6.2, va="bottom",
               **style, **PLAIN)  # fmt: skip
-    tidy(axes)
+    show_spines(axes)

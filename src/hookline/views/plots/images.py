@@ -81,7 +81,7 @@ def images(
     sheet = Sheet(width, height, value.title, lines)
     axes = sheet.add_canvas(0, 0, width, height)
     for k, image in enumerate(drawn):
-        left, top = tiles.corner(k)
+        left, top = tiles.top_left(k)
         axes.text(left, top - 0.03, str(k), fontsize=SMALL, va="bottom")
         box = (left, left + tiles.width, top + tiles.height, top)
         axes.imshow(_to_rgb(image), extent=box, aspect="auto", interpolation="antialiased")

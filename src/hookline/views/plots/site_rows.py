@@ -15,7 +15,15 @@ import numpy as np
 from hookline.display.text import shorten
 from hookline.findings.survey import PLAIN_HOLDERS, ancestors_of, repeated_block_indices
 from hookline.statistics.value_statistics import Array
-from hookline.views.plots.figure_sheet import GREY, PLAIN, SMALL, TEXT, Sheet, text_width, tidy
+from hookline.views.plots.figure_sheet import (
+    GREY,
+    PLAIN,
+    SMALL,
+    TEXT,
+    Sheet,
+    show_spines,
+    widest_text_inches,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +39,7 @@ _MOST_LINEAR = 1e307  # the range of a linear axis beyond it could overflow
 
 
 @final
-class RowSheet:
+class SiteRowSheet:
     """A figure with one row a site.
 
     Args:
@@ -54,7 +62,7 @@ class RowSheet:
         step = max(1, math.ceil(n * 0.125 / height))
         if step > 1:
             lines = [*lines, f"every {_ordinal(step)} row is named, at the marks"]
-        left = text_width(texts) + 0.15
+        left = widest_text_inches(texts) + 0.15
         width = max(left + len(columns) * (column_width + _GAP), 4.5)
         self.sheet: Sheet = Sheet(width, height + 0.5 + space[1] + space[0], title, lines)
         self.figure: Figure = self.sheet.figure
@@ -75,7 +83,7 @@ class RowSheet:
             axes.tick_params(axis="y", length=0 if step == 1 else 3)
             axes.tick_params(axis="x", labelsize=SMALL)
             axes.set_xlabel(heading, fontsize=TEXT, **PLAIN)
-            tidy(axes, ("bottom",))
+            show_spines(axes, ("bottom",))
             self.axes.append(axes)
 
 
@@ -89,7 +97,7 @@ def symlog_if_wide(axes: Axes, numbers: Sequence[float]) -> None:
     sizes = np.abs(finite[finite != 0])
     if not sizes.size:
         return
-    usual, largest = usual_size(sizes), float(sizes.max())
+    usual, largest = median_size(sizes), float(sizes.max())
     if largest / _WIDE > usual or largest > _MOST_LINEAR:
         usual = min(usual, largest / _WIDE)
         axes.set_xscale("symlog", linthresh=usual)
@@ -116,7 +124,7 @@ def symlog_if_wide(axes: Axes, numbers: Sequence[float]) -> None:
         axes.xaxis.set_major_formatter(lambda place, _: f"{place:.3g}")
 
 
-def usual_size(sizes: Array) -> float:
+def median_size(sizes: Array) -> float:
     """Return the median of sizes, but no less than what the largest can be divided by."""
     return max(float(np.quantile(sizes, 0.5, method="lower")), float(sizes.max()) / _MOST_RATIO)
 
@@ -131,11 +139,11 @@ def set_log_axis(axes: Axes, low: float, high: float, max_ticks: int) -> None:
     axes.minorticks_off()
 
 
-def find_blocks(labels: Sequence[str], types: Sequence[str]) -> list[int]:
+def block_indices(labels: Sequence[str], types: Sequence[str]) -> list[int]:
     """Return the places of repeated blocks: sites that hold other sites; none without three alike.
 
     >>> labels = ["h.0.fc", "h.0", "h.1.fc", "h.1", "h.2.fc", "h.2", "head"]
-    >>> find_blocks(labels, ["Linear", "Block"] * 3 + ["Linear"])
+    >>> block_indices(labels, ["Linear", "Block"] * 3 + ["Linear"])
     [1, 3, 5]
 
     Args:

@@ -39,10 +39,10 @@ from hookline.views.plots.figure_sheet import (
     Sheet,
     draw_cells,
     label_ticks,
-    text_width,
-    tidy,
+    show_spines,
+    widest_text_inches,
 )
-from hookline.views.plots.site_rows import RowSheet, find_blocks, symlog_if_wide, usual_size
+from hookline.views.plots.site_rows import SiteRowSheet, block_indices, median_size, symlog_if_wide
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,7 +134,7 @@ def _headings(names: list[str], measured: Iterable[Statistics | None]) -> dict[s
     return {"mean": "value"} | {name: HEADINGS[name] for name in names if name == "non_finite"}
 
 
-def _kind_text(headings: dict[str, str]) -> str:
+def _single_numbers_text(headings: dict[str, str]) -> str:
     return ", each value a single number" if headings.get("mean") == "value" else ""
 
 
@@ -145,11 +145,13 @@ def _draw_over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
     order = "as they fired, the first at the top" if sites is None else "as they were named"
     bad = np.array([bool(statistics and statistics.non_finite) for statistics in measured])
     n_bad = int(bad.sum())
-    trunk = find_blocks([value.label for value in values], [value.module_type for value in values])
-    rows = RowSheet(
+    trunk = block_indices(
+        [value.label for value in values], [value.module_type for value in values]
+    )
+    rows = SiteRowSheet(
         "Statistics over depth",
         [
-            f"{plural(len(values), 'value')}{_kind_text(headings)}, {order}"
+            f"{plural(len(values), 'value')}{_single_numbers_text(headings)}, {order}"
             + (f"; pass {source.number}" if isinstance(source, PassRecord) else ""),
             "the line is that of the repeated blocks" if trunk else "",
             f"{n_bad} with NaN or infinite elements, marked x; of these the finite ones are shown"
@@ -167,13 +169,13 @@ def _draw_over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
             axes.set_xlim(-4, 104)
         else:
             symlog_if_wide(axes, x.tolist())  # first: a linear axis of huge numbers overflows
-        _draw_rows(axes, x, bad, trunk)
+        _draw_statistic_by_row(axes, x, bad, trunk)
         if name != "zeros" and np.isfinite(x).any():
             axes.axvline(0, color=GREY, linewidth=0.6, zorder=0)
     return rows.figure
 
 
-def _draw_rows(axes: Axes, x: Array, bad: Array, trunk: list[int]) -> None:
+def _draw_statistic_by_row(axes: Axes, x: Array, bad: Array, trunk: list[int]) -> None:
     """Draw a number of each row: a line through the trunk, or through all without one."""
     y = np.arange(len(x))
     style: dict[str, Any] = {"linestyle": "", "alpha": 0.5} if trunk else {"linestyle": "-"}
@@ -198,14 +200,14 @@ def _draw_over_passes(passes: list[PassRecord], sites: Sites, names: list[str]) 
     lines = [
         share_text(len(drawn), len(passes), "pass", "passes")
         + (", evenly spaced" if len(drawn) < len(passes) else "")
-        + f"; {plural(len(labels), 'site')}{_kind_text(headings)}",
+        + f"; {plural(len(labels), 'site')}{_single_numbers_text(headings)}",
         f"NaN or infinite elements in pass {bad[0]} at {bad[1]} first: of these the finite ones"
         " are shown"
         if bad
         else "",
         skipped_text(skipped),
     ]
-    draw = _draw_curves if len(labels) <= MOST_LINES else _draw_heat_maps
+    draw = _draw_curves_over_passes if len(labels) <= MOST_LINES else _draw_heat_maps_over_passes
     return draw(tables, labels, [record.number for record in drawn], headings, lines)
 
 
@@ -219,7 +221,9 @@ def _measure_sites(
     skipped: dict[str, SkippedValue] = {}
     bad: tuple[int, str] | None = None
     for k, record in enumerate(passes):
-        for key, value in iterate_tensors(record) if keys is None else _named_values(record, keys):
+        for key, value in (
+            iterate_tensors(record) if keys is None else _label_and_value_pairs(record, keys)
+        ):
             if isinstance(value, SkippedValue):
                 skipped.setdefault(key, value)
                 continue
@@ -237,7 +241,7 @@ def _measure_sites(
     return by_site, list(skipped.values()), bad
 
 
-def _named_values(
+def _label_and_value_pairs(
     record: PassRecord, keys: list[str]
 ) -> Iterator[tuple[str, LabelledTensor | SkippedValue]]:
     for key in keys:
@@ -246,13 +250,13 @@ def _named_values(
             yield (key if len(values) == 1 else value.label), value
 
 
-def _draw_curves(
+def _draw_curves_over_passes(
     tables: dict[str, Array], labels: list[str], passes: list[int], headings: dict[str, str],
     lines: list[str],
 ) -> Figure:  # fmt: skip
     """Draw one curve a site, distinguished by colour, dash and marker."""
     wide, high = 6.0, 1.3
-    right = text_width(labels) + 0.5
+    right = widest_text_inches(labels) + 0.5
     sheet = Sheet(0.7 + wide + right, len(headings) * (high + 0.25) + 0.35,
                   "Statistics over passes", lines)  # fmt: skip
     for k, (name, heading) in enumerate(headings.items()):
@@ -268,7 +272,7 @@ def _draw_curves(
         axes.tick_params(labelsize=SMALL, labelbottom=k == len(headings) - 1)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(color=GREY, alpha=0.2, linewidth=0.5)
-        tidy(axes)
+        show_spines(axes)
         if not k:
             legend = axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), fontsize=SMALL,
                                  frameon=False, borderaxespad=0, handlelength=3)  # fmt: skip
@@ -281,20 +285,20 @@ def _draw_curves(
 def _compress_asinh(table: Array) -> tuple[Array, float | None]:
     """Compress numbers of very different size as asinh(number / median size)."""
     sizes = np.abs(table[np.isfinite(table) & (table != 0)])
-    usual = usual_size(sizes) if sizes.size else 0.0
+    usual = median_size(sizes) if sizes.size else 0.0
     if not usual or sizes.max() / 30 < usual:
         return table, None
     return np.arcsinh(table / usual), usual
 
 
-def _draw_heat_maps(
+def _draw_heat_maps_over_passes(
     tables: dict[str, Array], labels: list[str], passes: list[int], headings: dict[str, str],
     lines: list[str],
 ) -> Figure:  # fmt: skip
     """Draw one row of colours a site and one column a statistic."""
     width = max(1.5, min(2.6, 8.0 / len(headings)))
     title, names = "Statistics over passes", ["pass"] * len(headings)
-    rows = RowSheet(title, lines, labels, names, width, space=(0.18, 0.45))
+    rows = SiteRowSheet(title, lines, labels, names, width, space=(0.18, 0.45))
     for k, (axes, name) in enumerate(zip(rows.axes, headings, strict=True)):
         table, usual = _compress_asinh(tables[name])
         scale = colour_scale(torch.from_numpy(table), robust=True)
@@ -309,5 +313,5 @@ def _draw_heat_maps(
         ends = None
         if usual is not None:
             ends = (f"{np.sinh(scale.low) * usual:.3g}", f"{np.sinh(scale.high) * usual:.3g}")
-        rows.sheet.colour_bar((left, rows.height + 0.78), scale, "", ends, width=width * 0.75)
+        rows.sheet.draw_colour_bar((left, rows.height + 0.78), scale, "", ends, width=width * 0.75)
     return rows.figure

@@ -22,8 +22,8 @@ from hookline.views.plots.figure_sheet import (
     Sheet,
     draw_cells,
     label_ticks,
-    text_width,
-    tidy,
+    show_spines,
+    widest_text_inches,
 )
 
 if TYPE_CHECKING:
@@ -76,22 +76,25 @@ def sweep(
         )
     names = _chosen_axes(effects, axes)
     numbers = effects.normalised if normalised else effects.effects
-    table = _largest(effects, numbers, names)
+    table = _table_of_largest(effects, numbers, names)
     labels = [
-        [shorten(text, _LONGEST) for text in texts_of(effects, name, texts or {})] for name in names
+        [shorten(text, _LONGEST) for text in axis_texts(effects, name, texts or {})]
+        for name in names
     ]
     height = min(max(len(table) * _CELL, 0.5), _HIGHEST)
     width = min(max(table.shape[1] * _CELL, 3.2), _WIDEST)
-    left = text_width(labels[0]) + 0.45
-    below = text_width(labels[1]) + 0.45
-    sheet = Sheet(width + left, height + below + 0.4, _title(effects), _notes(effects, names))
+    left = widest_text_inches(labels[0]) + 0.45
+    below = widest_text_inches(labels[1]) + 0.45
+    sheet = Sheet(
+        width + left, height + below + 0.4, _title(effects), _header_notes(effects, names)
+    )
     figure_axes = sheet.add_axes(left, 0.05, width, height)
     scale = colour_scale(torch.from_numpy(table), signed=True)
     draw_cells(figure_axes, table, scale, has_gaps=True)
-    _mark_unmoved(figure_axes, effects, names)
+    _mark_unchanged_cells(figure_axes, effects, names)
     _label_axes(figure_axes, names, labels, (height, width))
     word = "of clean" if normalised else "effect"
-    sheet.colour_bar((left, height + below), scale, word)
+    sheet.draw_colour_bar((left, height + below), scale, word)
     return sheet.figure
 
 
@@ -110,7 +113,7 @@ def _chosen_axes(effects: Effects, axes: tuple[str, str] | None) -> tuple[str, s
     return names[0], names[1]
 
 
-def _largest(effects: Effects, numbers: Array, names: tuple[str, str]) -> Array:
+def _table_of_largest(effects: Effects, numbers: Array, names: tuple[str, str]) -> Array:
     """Return the table of two axes, with the number of the largest size along the others."""
     order = [effects.axes.index(name) for name in names if name]
     rest = [axis for axis in range(numbers.ndim) if axis not in order]
@@ -121,7 +124,7 @@ def _largest(effects: Effects, numbers: Array, names: tuple[str, str]) -> Array:
     return largest
 
 
-def texts_of(effects: Effects, name: str, texts: Mapping[str, Sequence[str]]) -> list[str]:
+def axis_texts(effects: Effects, name: str, texts: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the texts of an axis: those given for it, or else its labels.
 
     Raises:
@@ -141,7 +144,7 @@ def _title(effects: Effects) -> str:
     return "Measured effects" if hasattr(effects, "values") else "Estimated effects"
 
 
-def _notes(effects: Effects, names: tuple[str, str]) -> list[str]:
+def _header_notes(effects: Effects, names: tuple[str, str]) -> list[str]:
     clean = "" if effects.clean is None else f", clean {measure(effects.clean)}"
     further = [name for name in effects.axes if name not in names]
     return [
@@ -150,14 +153,16 @@ def _notes(effects: Effects, names: tuple[str, str]) -> list[str]:
     ]
 
 
-def _mark_unmoved(axes: Axes, effects: Effects, names: tuple[str, str]) -> None:
+def _mark_unchanged_cells(axes: Axes, effects: Effects, names: tuple[str, str]) -> None:
     """Put a dot on each cell whose changes all put in the value that was there."""
     unmoved = getattr(effects, "unmoved", None)
     if unmoved is None or not unmoved.any():
         return
     still = np.where(np.isnan(effects.effects), 1.0, unmoved.astype(float))
-    moved = _largest(effects, 1.0 - still, names)
-    rows, columns = np.nonzero((moved == 0) & ~np.isnan(_largest(effects, effects.effects, names)))
+    moved = _table_of_largest(effects, 1.0 - still, names)
+    rows, columns = np.nonzero(
+        (moved == 0) & ~np.isnan(_table_of_largest(effects, effects.effects, names))
+    )
     axes.plot(columns, rows, linestyle="", marker=".", markersize=2, color="#808080")
 
 
@@ -173,4 +178,4 @@ def _label_axes(
         label_ticks(axis, texts, step, turned=turned)
         if name:
             axis.set_label_text(name, fontsize=TEXT, **PLAIN)
-    tidy(axes, ())
+    show_spines(axes, ())

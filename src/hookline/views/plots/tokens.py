@@ -24,8 +24,8 @@ from hookline.views.plots.figure_sheet import (
     Sheet,
     draw_cells,
     label_ticks,
-    text_width,
-    tidy,
+    show_spines,
+    widest_text_inches,
 )
 from hookline.views.plots.token_labels import check_texts, printable_tokens
 
@@ -104,11 +104,13 @@ def tokens(
         f"{plural(n_tokens, 'token')}, {share}{by}; {range_text(table)}",
     ]
     if chosen == list(range(len(chosen))):
-        columns = _Labels("feature", None)
+        columns = _AxisLabels("feature", None)
     else:
-        columns = _Labels("feature, in this order", [str(k) for k in chosen], turned=False)
+        columns = _AxisLabels("feature, in this order", [str(k) for k in chosen], turned=False)
     labels = printable_tokens(texts)
-    return _draw(table, value.title, lines, (_Labels(_row_name(arranged), labels), columns))
+    return _draw_table(
+        table, value.title, lines, (_AxisLabels(_row_name(arranged), labels), columns)
+    )
 
 
 def _look_up_tokens(
@@ -159,8 +161,8 @@ def _draw_layers(
         f"{plural(n_tokens, 'token')}, {plural(len(values), 'site')}; {range_text(table)}",
     ]
     title = f"Norm of each token at {name or plural(len(values), 'site')}"
-    rows = _Labels(_row_name(arranged), printable_tokens(texts))
-    return _draw(table, title, lines, (rows, _Labels(name, labels)))
+    rows = _AxisLabels(_row_name(arranged), printable_tokens(texts))
+    return _draw_table(table, title, lines, (rows, _AxisLabels(name, labels)))
 
 
 def _short_names(names: list[str]) -> tuple[str, list[str]]:
@@ -176,7 +178,7 @@ def _short_names(names: list[str]) -> tuple[str, list[str]]:
 
 @final
 @dataclass(frozen=True)
-class _Labels:
+class _AxisLabels:
     """The labels of rows or columns; without texts their indices."""
 
     name: str
@@ -184,7 +186,9 @@ class _Labels:
     turned: bool = True  # whether long texts below a map are turned
 
 
-def _draw(table: Tensor, title: str, lines: list[str], labels: tuple[_Labels, _Labels]) -> Figure:
+def _draw_table(
+    table: Tensor, title: str, lines: list[str], labels: tuple[_AxisLabels, _AxisLabels]
+) -> Figure:
     """Draw a table of numbers as a map, with the labels of rows and columns."""
     drawn = shrink_table(table, _MOST)
     if drawn.shape != table.shape:
@@ -193,20 +197,22 @@ def _draw(table: Tensor, title: str, lines: list[str], labels: tuple[_Labels, _L
     scale = colour_scale(drawn, robust=True)
     rows, columns = labels
     n_rows, n_columns = table.shape
-    left = (text_width(rows.texts) if rows.texts else 0.35) + 0.35
+    left = (widest_text_inches(rows.texts) if rows.texts else 0.35) + 0.35
     height = min(max(n_rows * 0.17, 1.0), 8.0)
     is_turned = columns.turned and max(map(len, columns.texts or [""])) > _SHORT
-    below = text_width(columns.texts or []) if is_turned else 0.0
+    below = widest_text_inches(columns.texts or []) if is_turned else 0.0
     sheet = Sheet(_WIDTH + left, height + 0.85 + below, title, lines)
     axes = sheet.add_axes(left, 0.05, _WIDTH, height)
     draw_cells(axes, drawn.numpy(), scale, (n_rows, n_columns))
-    _label(axes, labels, height, is_turned=is_turned)
+    _label_axes(axes, labels, height, is_turned=is_turned)
     has_bad = not bool(drawn.isfinite().all())
-    sheet.colour_bar((left, height + 0.6 + below), scale, "value", has_bad=has_bad)
+    sheet.draw_colour_bar((left, height + 0.6 + below), scale, "value", has_bad=has_bad)
     return sheet.figure
 
 
-def _label(axes: Axes, labels: tuple[_Labels, _Labels], height: float, *, is_turned: bool) -> None:
+def _label_axes(
+    axes: Axes, labels: tuple[_AxisLabels, _AxisLabels], height: float, *, is_turned: bool
+) -> None:
     rows, columns = labels
     axes.tick_params(labelsize=SMALL, length=2)
     if rows.texts is not None:
@@ -221,4 +227,4 @@ def _label(axes: Axes, labels: tuple[_Labels, _Labels], height: float, *, is_tur
     else:
         step = max(1, math.ceil(len(columns.texts) / (_WIDTH / 0.125 if is_turned else 16)))
         label_ticks(axes.xaxis, columns.texts, step, turned=is_turned)
-    tidy(axes, ())
+    show_spines(axes, ())
