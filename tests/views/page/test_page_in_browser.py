@@ -240,12 +240,12 @@ def test_no_share_is_rounded_to_all_or_nothing(page):
 @pytest.mark.parametrize("ends", [(-1.7e308, 1.7e308), (0.0, 1e39), (1e-50, 2e-50)])
 def test_numbers_beyond_float32_are_read_from_a_map(page, ends):
     maps = quantise([("row", torch.tensor([ends], dtype=torch.float64))], 16)
-    assert page.evaluate("(tile) => [...decoded(tile, 16)]", maps["tiles"][0]) == list(ends)
+    assert page.evaluate("(tile) => [...decodeNumbers(tile, 16)]", maps["tiles"][0]) == list(ends)
 
 
 def test_each_cell_that_is_nan_has_both_colours_of_nan(page):
     script = """() => {
-      const picture = pixelsOf(new Float32Array([NaN, 0.5, NaN]), 1, 3, [0, 1], "signed");
+      const picture = makeMapCanvas(new Float32Array([NaN, 0.5, NaN]), 1, 3, [0, 1], "signed");
       const { width, height } = picture;
       const { data } = picture.getContext("2d").getImageData(0, 0, width, height);
       const colours = [...new Uint32Array(data.buffer)];

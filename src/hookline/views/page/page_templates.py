@@ -17,21 +17,21 @@ FOLDER = Path(__file__).parent / "templates"
 # frame and one client.
 _EVERY = ("shared/tokens.css", "shared/frame.css", "shared/page.js")
 _FRAME = (
-    *_EVERY, "shared/elements.js", "shared/colours.js", "shared/packed.js", "shared/canvas.js",
+    *_EVERY, "shared/elements.js", "shared/colours.js", "shared/unpack.js", "shared/canvas.js",
     "shared/maps.css", "shared/findings.js", "shared/pane.js",
 )  # fmt: skip
-_ROWS = ("shared/rows.css", "shared/rows.js")
+_ROWS = ("shared/row_grid.css", "shared/row_grid.js")
 _TABLE = (*_ROWS, "shared/table.js")
-_MAPS = ("shared/pictures.js", "shared/heat_map.js", "shared/tokens.js")
+_MAPS = ("shared/maps.js", "shared/heat_map.js", "shared/token_map.js")
 _OWN = {
     "recording": (
-        "data.js", "own.js", "export.js", "store.js", "strip.js", "tree.js", "over.js", "pane.js",
-        "main.js",
+        "data.js", "own_numbers.js", "tree_svg.js", "store_facts.js", "depth_strip.js", "tree.js",
+        "image_overlay.js", "pane.js", "main.js",
     ),
     "training": ("data.js", "chart.js", "curves.js", "main.js"),
     "comparison": ("depth_curve.js", "main.js"),
     "sweep": ("main.js",),
-    "profile": ("flame.js", "main.js"),
+    "profile": ("flame_graph.js", "main.js"),
     "check": ("main.js",),
 }  # fmt: skip
 _SHARED = {

@@ -1,21 +1,21 @@
 // The page of a finding of hl.check: what was made, the line of code, and how it came about.
 
 (async () => {
-  const core = await unpack(byId("core").textContent);
+  const core = await unpackJson(byId("core").textContent);
   const { chain, line, notes, keep } = core;
 
   showFindings({ findings: [core], judged: false, notes }, () => {});
-  pressFinding(0);
+  markPressedFinding(0);
   byId("facts").replaceChildren(numbersList(core.facts));
   byId("where").replaceChildren(whereOf());
-  byId("status").textContent = counted(chain.length, "step");
+  byId("status").textContent = pluralText(chain.length, "step");
 
   function whereOf() {
     const parts = [];
     if (line) {
       const within = line.function ? `, in ${line.function}` : "";
       parts.push(
-        element("p", {}, element("code", {}, broken(`${line.file}:${line.number}`)), within),
+        element("p", {}, element("code", {}, breakableText(`${line.file}:${line.number}`)), within),
       );
       if (line.text)
         parts.push(
@@ -25,10 +25,13 @@
             line.text,
           ),
         );
-    } else parts.push(quiet("The line of code is not known."));
+    } else parts.push(quietParagraph("The line of code is not known."));
     if (keep)
       parts.push(
-        quiet("Its inputs are kept: ", element("code", {}, `hookline replay ${keep} MODEL`)),
+        quietParagraph(
+          "Its inputs are kept: ",
+          element("code", {}, `hookline replay ${keep} MODEL`),
+        ),
       );
     return element("div", { class: "where" }, parts);
   }
@@ -70,7 +73,7 @@
     return element("b", { class: "name", title: name }, name, tag);
   }
 
-  const grid = makeRows(byId("view"), {
+  const grid = makeRowGrid(byId("view"), {
     label: "How it came about",
     height: 26,
     columns,

@@ -8,7 +8,7 @@ function makeDepthCurve(host, rows, onChoose) {
   const BOTTOM = 104;
   const RIGHT = 10;
   const hasLocal = rows.some((row) => row.local !== null);
-  const sizes = (name) => rows.map((row) => numberOf(row[name]));
+  const sizes = (name) => rows.map((row) => parseNumber(row[name]));
   const curves = {
     relative: sizes("relative"),
     local: sizes("local"),
@@ -24,8 +24,8 @@ function makeDepthCurve(host, rows, onChoose) {
   let chosen = 0;
   let x = () => 0;
 
-  const cursor = shape("line", { class: "cursor", y1: TOP - 6, y2: BOTTOM + 16 });
-  const picture = shape("svg", { height: HEIGHT, "aria-hidden": "true" });
+  const cursor = svgElement("line", { class: "cursor", y1: TOP - 6, y2: BOTTOM + 16 });
+  const picture = svgElement("svg", { height: HEIGHT, "aria-hidden": "true" });
   const slider = element(
     "div",
     {
@@ -89,7 +89,7 @@ function makeDepthCurve(host, rows, onChoose) {
     picture.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     picture.replaceChildren(
       ...ticks.map((power) =>
-        shape("line", {
+        svgElement("line", {
           class: "grid",
           x1: left,
           x2: width - RIGHT,
@@ -98,20 +98,20 @@ function makeDepthCurve(host, rows, onChoose) {
         }),
       ),
       ...ticks.map((power) =>
-        shape(
+        svgElement(
           "text",
           { x: left - 7, y: y(10 ** power) + 4, "text-anchor": "end" },
           numberText(10 ** power, 1),
         ),
       ),
-      shape("text", { x: left - 7, y: BOTTOM + 20, "text-anchor": "end" }, "0"),
+      svgElement("text", { x: left - 7, y: BOTTOM + 20, "text-anchor": "end" }, "0"),
       ...blocks(step, left),
-      shape("path", { class: "floor", d: line(curves.floor) }),
-      ...(hasLocal ? [shape("path", { class: "before", d: line(curves.relative) })] : []),
-      shape("path", { class: "error", d: hasLocal ? stems(main) : line(main) }),
-      shape("path", { class: "dot", d: dots(main, (index) => !verdictIs("differs")(index)) }),
-      shape("path", { class: "dot differs", d: dots(main, verdictIs("differs")) }),
-      shape("path", {
+      svgElement("path", { class: "floor", d: line(curves.floor) }),
+      ...(hasLocal ? [svgElement("path", { class: "before", d: line(curves.relative) })] : []),
+      svgElement("path", { class: "error", d: hasLocal ? stems(main) : line(main) }),
+      svgElement("path", { class: "dot", d: dots(main, (index) => !verdictIs("differs")(index)) }),
+      svgElement("path", { class: "dot differs", d: dots(main, verdictIs("differs")) }),
+      svgElement("path", {
         class: "missing",
         d: rows
           .map((row, index) =>
@@ -132,12 +132,18 @@ function makeDepthCurve(host, rows, onChoose) {
     for (const { name, from, to } of stretches) {
       const start = left + step * from;
       parts.push(
-        shape("line", { class: "tick", x1: start, x2: start, y1: BOTTOM + 20, y2: BOTTOM + 25 }),
+        svgElement("line", {
+          class: "tick",
+          x1: start,
+          x2: start,
+          y1: BOTTOM + 20,
+          y2: BOTTOM + 25,
+        }),
       );
       const room = step * (to - from);
       const middle = start + room / 2;
       if (name.length * 6.6 > room || middle - name.length * 3.3 < end) continue;
-      parts.push(shape("text", { x: middle, y: HEIGHT - 9, "text-anchor": "middle" }, name));
+      parts.push(svgElement("text", { x: middle, y: HEIGHT - 9, "text-anchor": "middle" }, name));
       end = middle + name.length * 3.3 + 4;
     }
     return parts;
@@ -167,8 +173,8 @@ function makeDepthCurve(host, rows, onChoose) {
     chosen = index;
     const { site, verdict, relative, local } = rows[index];
     const errors = [
-      local === null ? "" : `local error ${numberText(numberOf(local))}`,
-      relative === null ? "" : `relative error ${numberText(numberOf(relative))}`,
+      local === null ? "" : `local error ${numberText(parseNumber(local))}`,
+      relative === null ? "" : `relative error ${numberText(parseNumber(relative))}`,
     ];
     slider.setAttribute("aria-valuenow", index + 1);
     slider.setAttribute(

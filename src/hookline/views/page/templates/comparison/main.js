@@ -14,14 +14,15 @@
     ["worst_element", "Worst element", "the largest relative error of an element"],
   ];
   const QUIET = ["identical", "noise"];
-  const text = (name, number) => (name === "norm_ratio" ? ratioText : numberText)(numberOf(number));
+  const text = (name, number) =>
+    (name === "norm_ratio" ? ratioText : numberText)(parseNumber(number));
   const data = await received();
   if (data) show(data);
   document.body.dataset.ready = "1";
 
   // The comparison: in the page, or from the server once it has compared.
   async function received() {
-    let core = await unpack(byId("core").textContent);
+    let core = await unpackJson(byId("core").textContent);
     byId("tally").textContent = `Comparing ${core.of ?? ""} …`;
     while (!core.rows) {
       const answer = await fetchJson("comparison");
@@ -77,7 +78,7 @@
       return element(
         "button",
         { type: "button", class: "link", onclick: open },
-        element("code", {}, broken(site)),
+        element("code", {}, breakableText(site)),
       );
     }
 
@@ -86,8 +87,8 @@
       if (!row) {
         const isEqual = !counts["not comparable"];
         return isEqual
-          ? callout("fine", strong("No value differs beyond noise."))
-          : callout("warning", strong("No value that was compared differs beyond noise."));
+          ? callout("fine", boldElement("No value differs beyond noise."))
+          : callout("warning", boldElement("No value that was compared differs beyond noise."));
       }
       const about =
         suspect === null
@@ -95,7 +96,7 @@
           : ["Suspect: ", siteButton(suspectName)];
       const [, ...hints] = told?.text.split("; ") ?? [];
       const error =
-        row.relative === null ? row.why : `relative error ${numberText(numberOf(row.relative))}`;
+        row.relative === null ? row.why : `relative error ${numberText(parseNumber(row.relative))}`;
       const begin = element(
         "b",
         {},
@@ -103,7 +104,7 @@
         siteButton(first),
         `: ${error}.`,
       );
-      const end = broken(`${["", ...hints].join("; ")}.`);
+      const end = breakableText(`${["", ...hints].join("; ")}.`);
       return callout("error", begin, " ", about, end);
     }
 
@@ -116,7 +117,7 @@
       byId("verdict").hidden = false;
       byId("verdict").replaceChildren(verdict());
       const parts = Object.entries(counts).filter(([, number]) => number);
-      byId("tally").textContent = `${counted(rows.length, "site")}: ${parts
+      byId("tally").textContent = `${pluralText(rows.length, "site")}: ${parts
         .map(([name, number]) => `${number.toLocaleString("en")} ${name}`)
         .join(", ")}`;
     }
@@ -150,14 +151,14 @@
     const matches = (row) => row.site.toLowerCase().includes(query);
 
     function largest(stretch, name) {
-      const numbers = rows.slice(stretch.from, stretch.to).map((row) => numberOf(row[name]));
+      const numbers = rows.slice(stretch.from, stretch.to).map((row) => parseNumber(row[name]));
       const most = numbers.reduce((a, b) => (b > a || Number.isNaN(a) ? b : a), NaN);
       if (Number.isNaN(most)) return "";
       return most ? `≤ ${numberText(most)}` : "0";
     }
 
     function nameCell({ index, stretch }) {
-      if (stretch) return counted(stretch.to - stretch.from, "site");
+      if (stretch) return pluralText(stretch.to - stretch.from, "site");
       const tag = isSuspect(rows[index]) ? element("span", { class: "tag" }, "suspect") : null;
       return element("b", { class: "name", title: rows[index].site }, rows[index].site, tag);
     }
@@ -168,7 +169,7 @@
       return element(
         "span",
         { class: "verdict" },
-        glyph(LEVELS[verdicts.at(-1)]),
+        levelIcon(LEVELS[verdicts.at(-1)]),
         verdicts.join(" or "),
       );
     }
@@ -215,11 +216,11 @@
       const body = element(
         "div",
         { class: "pane-body" },
-        callout(LEVELS[row.verdict], strong(row.verdict), row.why ? `: ${row.why}` : ""),
+        callout(LEVELS[row.verdict], boldElement(row.verdict), row.why ? `: ${row.why}` : ""),
         row.relative === null
           ? null
           : smallTable(["Number", "Measured", "Noise floor"], numbersOf(row)),
-        worst.length ? quiet(worst.join(" ")) : null,
+        worst.length ? quietParagraph(worst.join(" ")) : null,
         links[view.row] ? values : null,
       );
       byId("pane").replaceChildren(
@@ -232,9 +233,9 @@
     function numbersOf(row) {
       const isLocal = row.local !== null;
       const line = (title, about, ...cells) => [element("span", { title: about }, title), ...cells];
-      const local = [numberText(numberOf(row.local)), numberText(numberOf(row.floor_relative))];
+      const local = [row.local, row.floor_relative].map((number) => numberText(parseNumber(number)));
       const lines = NUMBERS.map(([name, title, about]) => {
-        const floor = numberOf(row[`floor_${name}`]);
+        const floor = parseNumber(row[`floor_${name}`]);
         const around = name === "norm_ratio" ? `1 ± ${numberText(floor, 2)}` : numberText(floor);
         return line(
           title,
@@ -250,10 +251,10 @@
     // The statistics and the maps of both values, and their difference.
     async function showValues(box, link) {
       view.redraw = () => {};
-      const answer = await fetchJson(`maps?${link}&${ofState()}`);
+      const answer = await fetchJson(`maps?${link}&${stateParameter()}`);
       if (!answer?.own || !box.isConnected) return;
       const { own, other, difference, numbers } = answer;
-      if (!other) return box.replaceChildren(quiet(`Only in ${port}.`));
+      if (!other) return box.replaceChildren(quietParagraph(`Only in ${port}.`));
       const names = Object.keys({ ...numbers[0], ...numbers[1] });
       const maps = element("div", { class: "maps" });
       const lines = names.map((name) => [name, ...numbers.map((side) => side[name] ?? "")]);
@@ -269,7 +270,7 @@
       view.redraw = () => drawMaps(maps, sets, view, view.redraw);
       if (sets.length) view.redraw();
       const problem = difference?.problem ?? own.problem;
-      if (problem) box.append(quiet(problem));
+      if (problem) box.append(quietParagraph(problem));
     }
 
     // -- choosing --------------------------------------------------------------------------------
@@ -292,7 +293,7 @@
 
     function chooseFinding(index) {
       view.finding = view.finding === index ? -1 : index;
-      pressFinding(view.finding);
+      markPressedFinding(view.finding);
       const row = shownFindings[view.finding]?.row ?? null;
       if (row !== null) choose(row, { opens: true });
     }
@@ -317,7 +318,7 @@
     byId("error-words").textContent = hasLocal
       ? "local error: of each module alone"
       : "relative error";
-    const grid = makeRows(byId("view"), {
+    const grid = makeRowGrid(byId("view"), {
       label: "Sites in firing order",
       height: 26,
       columns,
@@ -338,7 +339,7 @@
       },
       onKey: (event) => {
         if (event.key !== "Enter") return false;
-        enterPane();
+        openAndFocusPane();
         return true;
       },
     });
@@ -353,20 +354,20 @@
       if (event.key === "Enter" && items().length) choose(items()[0].index ?? 0, { opens: true });
     });
     document.addEventListener("keydown", (event) =>
-      answerKey(event, {
+      handleFindingKeys(event, {
         findings: shownFindings,
         view,
         onFinding: chooseFinding,
         onEscape: close,
       }),
     );
-    onTheme(() => view.redraw());
+    onThemeChange(() => view.redraw());
 
     function offerTokens(pass) {
-      const ask = (sample) => fetchJson(`tokens?pass=${pass}&sample=${sample}&${ofState()}`);
-      const map = makeTokens(byId("tokens"), { ask });
+      const ask = (sample) => fetchJson(`tokens?pass=${pass}&sample=${sample}&${stateParameter()}`);
+      const map = makeTokenMap(byId("tokens"), { ask });
       byId("views").hidden = false;
-      makeViews({ onTokens: () => map.show() });
+      makeViewSwitch({ onTokens: () => map.show() });
     }
 
     showWhatDiffers();

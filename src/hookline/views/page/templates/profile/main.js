@@ -3,13 +3,13 @@
 (async () => {
   const MOST = 8; // of the modules that cost most
   const COSTS = { seconds: "time", flops: "FLOPs", kept: "memory kept for backward" };
-  const core = await unpack(byId("core").textContent);
-  const top = readCalls(core.calls, core.around);
+  const core = await unpackJson(byId("core").textContent);
+  const top = linkCalls(core.calls, core.around);
   const paths = core.tables[0].rows.path.map((path) => path || "(root)");
   const rowOf = new Map(paths.map((path, row) => [path, row]));
   const { type: types, depth: depths, parameters, aliases } = core.tables[0].rows;
   const view = { row: -1, finding: -1, table: core.tables.at(-1) };
-  const tree = treeOf(holdersOf(depths));
+  const tree = treeOfParents(holdersOf(depths));
   const sum = (cost, row) =>
     PHASES.reduce((all, phase) => all + view.table.rows[`${cost}_${phase}`][row], 0);
   const part = (cost, phase, row) => view.table.rows[`${cost}_${phase}`][row];
@@ -95,10 +95,11 @@
         : null,
     ],
     chosen: () => view.row,
-    say: (shown) =>
-      (shown.length < paths.length ? `${shown.length} of ` : "") + counted(paths.length, "module"),
+    statusText: (shown) =>
+      (shown.length < paths.length ? `${shown.length} of ` : "") +
+      pluralText(paths.length, "module"),
     onChoose: chosen,
-    onEnter: enterPane,
+    onEnter: openAndFocusPane,
   });
 
   function nameOf(row) {
@@ -106,10 +107,10 @@
     return paths[row].slice(holder.length);
   }
 
-  const flame = makeFlame(byId("flame"), top, {
+  const flame = makeFlameGraph(byId("flame"), top, {
     typeOf: (path) => types[rowOf.get(path)] ?? "",
     textOf: (cost, number) => textOf(cost, number) || "none",
-    say: (text) => (byId("readout").textContent = text),
+    onReadout: (text) => (byId("readout").textContent = text),
     onChoose(path) {
       table.choose(rowOf.get(path), false);
       chosen(rowOf.get(path), {}, false);
@@ -121,12 +122,12 @@
   function chosen(row, { opens = false } = {}, marks = true) {
     view.row = row;
     view.finding = costly().indexOf(row);
-    pressFinding(view.finding);
+    markPressedFinding(view.finding);
     table.draw();
     drawPane();
     if (marks) flame.mark(paths[row]);
     if (opens) openDrawer();
-    noteInAddress(new URLSearchParams(), paths[row]);
+    writeToAddress(new URLSearchParams(), paths[row]);
   }
 
   const fromAddress = () => rowOf.get(new URLSearchParams(location.hash.slice(1)).get("at"));
@@ -142,7 +143,7 @@
     const { rows } = view.table;
     const about = [
       types[row],
-      rows.calls[row] ? counted(Number(rows.calls[row].toPrecision(4)), "call") : "never called",
+      rows.calls[row] ? pluralText(Number(rows.calls[row].toPrecision(4)), "call") : "never called",
     ];
     const line = (name, text, ...numbers) => [name, ...numbers.map((number) => text(number))];
     const phases = PHASES.filter((phase) => part("time", phase, row) || part("flops", phase, row));
@@ -188,9 +189,9 @@
       "div",
       { class: "pane-body" },
       rough ? callout("note", rough) : null,
-      quiet(share + spread),
+      quietParagraph(share + spread),
       smallTable(["Cost", "With those inside", "Itself"], lines),
-      aliases[row].length ? quiet(`also ${aliases[row].join(", ")}`) : null,
+      aliases[row].length ? quietParagraph(`also ${aliases[row].join(", ")}`) : null,
     );
     byId("pane").replaceChildren(head, body);
   }
@@ -215,22 +216,23 @@
       const phases = PHASES.filter((phase) => part("self_time", phase, row)).map(
         (phase) => `${phase} ${durationText(part("self_time", phase, row))}`,
       );
-      const heading = [broken(paths[row]), " ", element("small", { class: "quiet" }, types[row])];
+      const type = element("small", { class: "quiet" }, types[row]);
+      const heading = [breakableText(paths[row]), " ", type];
       const share = shareText(all ? seconds / all : 0);
       return findingButton([element("span"), heading, share, phases.join(", ")], () => {
         table.choose(row, false);
         chosen(row, { opens: true });
       });
     });
-    showLines("findings", items);
+    fillList("findings", items);
     byId("tally").textContent =
       "the modules that cost most by themselves, of the time in the model";
     byId("totals").replaceChildren(
       numbersList(view.table.totals.map(([name, text]) => [name, text, false, text.length > 18])),
     );
-    showLines("notices", view.table.notes);
+    fillList("notices", view.table.notes);
     byId("notices").hidden = !view.table.notes.length;
-    pressFinding(costly().indexOf(view.row));
+    markPressedFinding(costly().indexOf(view.row));
   }
 
   // -- menus, keys, and the beginning ------------------------------------------------------------
@@ -263,14 +265,14 @@
   );
   byId("numbers-label").hidden = core.tables.length < 2;
   document.addEventListener("keydown", (event) =>
-    answerKey(event, {
+    handleFindingKeys(event, {
       findings: costly(),
       view,
       onFinding: (index) => chosen(costly()[index]),
       onEscape: close,
     }),
   );
-  onTheme(flame.draw);
+  onThemeChange(flame.draw);
   new ResizeObserver(flame.draw).observe(byId("flame").parentElement);
 
   showCosts();

@@ -1,6 +1,6 @@
 // The data of a recording: unpacked, with rows and values that know each other.
 
-function sums(differences) {
+function cumulativeSums(differences) {
   let sum = 0;
   return differences.map((difference) => (sum += difference));
 }
@@ -9,13 +9,13 @@ const BINS = 24;
 const LEVELS = 63;
 
 // Complete the rows and values of the core, in place.
-function readCore(core) {
+function completeCore(core) {
   const { rows, values } = core;
   const nRows = rows.name.length;
-  rows.parent = sums(rows.parent);
-  values.row = sums(values.row);
-  values.order = sums(values.order);
-  Object.assign(rows, treeOf(rows.parent));
+  rows.parent = cumulativeSums(rows.parent);
+  values.row = cumulativeSums(values.row);
+  values.order = cumulativeSums(values.order);
+  Object.assign(rows, treeOfParents(rows.parent));
   rows.path = [];
   rows.label = [];
   for (let row = 0; row < nRows; row += 1) {
@@ -33,7 +33,7 @@ function readCore(core) {
 }
 
 // What a page shows of each row in one pass: the value of each port, and what else there is.
-function tableOf(core, pass) {
+function valuesOfRowsInPass(core, pass) {
   const { rows, values, ports } = core;
   const main = rows.name.map(() => ({}));
   const rest = rows.name.map(() => []);
@@ -67,10 +67,10 @@ function tableOf(core, pass) {
 const isOfPass = ({ passes }, pass) => !passes.length || passes.includes(pass);
 
 // The root of the sum of squares of the finite elements.
-function normOf({ values }, value) {
+function normOfValue({ values }, value) {
   if (value === undefined) return null;
   const { numel, std, mean, bad } = values;
-  return normOfNumbers({
+  return normOfStatistics({
     numel: numel[value],
     std: std[value],
     mean: mean[value],
@@ -78,15 +78,15 @@ function normOf({ values }, value) {
   });
 }
 // The norm of several values together; null as long as one has none.
-function normOfAll(core, list) {
-  const norms = list.map((value) => normOf(core, value));
+function normOfValues(core, list) {
+  const norms = list.map((value) => normOfValue(core, value));
   return norms.length && !norms.includes(null) ? Math.hypot(...norms) : null;
 }
-const normOfNumbers = ({ numel, std, mean, bad }) =>
+const normOfStatistics = ({ numel, std, mean, bad }) =>
   std === null || std === undefined ? null : Math.sqrt(numel - bad) * Math.hypot(std, mean);
 
 // The heights of the bars of a histogram in a text of several, from 0 to 1.
-function barsOf(text, place) {
+function histogramBars(text, place) {
   const bars = [];
   for (let bin = 0; bin < BINS; bin += 1) {
     const code = text.charCodeAt(place * BINS + bin);
@@ -96,7 +96,7 @@ function barsOf(text, place) {
 }
 
 // Take measured columns of some values into the core.
-function takeMeasured(core, at, columns) {
+function storeMeasured(core, at, columns) {
   const { values } = core;
   const hist = [
     ...(values.histList ??= values.row.map((_, k) => values.hist.substr(k * BINS, BINS))),

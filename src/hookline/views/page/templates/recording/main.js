@@ -2,7 +2,7 @@
 // pane.
 
 (async () => {
-  const core = readCore(await unpack(byId("core").textContent));
+  const core = completeCore(await unpackJson(byId("core").textContent));
   const { rows, values } = core;
   const isServed = state !== undefined;
   const address = new URLSearchParams(location.search);
@@ -18,16 +18,16 @@
     edges: [],
     pass: core.passes.at(-1) ?? 0,
     table: null,
-    columns: kept("hookline-columns"),
+    columns: readStored("hookline-columns"),
     // of the maps in the pane
     choice: { sample: 0, order: "largest", first: 0, part: 0, form: "places" },
   };
-  view.table = tableOf(core, view.pass);
+  view.table = valuesOfRowsInPass(core, view.pass);
 
-  const strip = makeStrip(byId("strip"), core, view, (row) => choose(row));
+  const strip = makeDepthStrip(byId("strip"), core, view, (row) => choose(row));
   takeFindings(core);
   strip.draw(view.table, view.findings);
-  showSilent(core.silent);
+  listSilentSites(core.silent);
   if (core.store) showStore(core.store);
   await new Promise((done) => {
     requestAnimationFrame(() => setTimeout(done));
@@ -37,7 +37,7 @@
   const pane = makePane(byId("pane"), core, view, { onClose: closePane, onStale: measureOne });
   const tree = makeTree(byId("view"), core, view, {
     onChoose: chosen,
-    onEnter: enterPane,
+    onEnter: openAndFocusPane,
     onChange: noteAddress,
   });
   findEdges();
@@ -97,7 +97,7 @@
 
   function chooseFinding(index, { opens = true } = {}) {
     view.finding = view.finding === index ? -1 : index;
-    pressFinding(view.finding);
+    markPressedFinding(view.finding);
     const finding = view.findings[view.finding];
     if (finding?.kind === "rank" && byId("items")) showRank(finding.number);
     if (finding && finding.pass !== null && finding.pass !== view.pass) showPass(finding.pass);
@@ -134,7 +134,7 @@
     core.flow ??= {};
     view.edges = core.flow[pass] ?? [];
     if (!isServed || core.flow[pass] || values.waiting.size) return;
-    core.flow[pass] = (await fetchJson(`flow?pass=${pass}&${ofState()}`))?.edges;
+    core.flow[pass] = (await fetchJson(`flow?pass=${pass}&${stateParameter()}`))?.edges;
     if (view.pass !== pass) return; // another is shown by now
     view.edges = core.flow[pass] ?? [];
     if (view.edges.length) tree.layOut();
@@ -142,7 +142,7 @@
 
   function showPass(pass) {
     view.pass = pass;
-    view.table = tableOf(core, pass);
+    view.table = valuesOfRowsInPass(core, pass);
     byId("pass").value = String(pass);
     takeLevels();
     findEdges();
@@ -155,15 +155,15 @@
 
   // The tree, or the map of tokens × depth where the blocks of a pass hold tokens.
   function offerTokens() {
-    const tokens = makeTokens(byId("tokens"), {
+    const tokens = makeTokenMap(byId("tokens"), {
       ask: async (sample) =>
         isServed
-          ? fetchJson(`tokens?pass=${view.pass}&sample=${sample}&${ofState()}`)
+          ? fetchJson(`tokens?pass=${view.pass}&sample=${sample}&${stateParameter()}`)
           : (core.norms ?? {})[view.pass],
       onChoose: (row) => row !== view.row && chosen(row, { notes: false }),
     });
     const has = (pass) => core.tokens.includes(pass) && (isServed || Boolean(core.norms?.[pass]));
-    const turn = makeViews({ onList: () => tree.relayOut(), onTokens: () => tokens.show() });
+    const turn = makeViewSwitch({ onList: () => tree.relayOut(), onTokens: () => tokens.show() });
     view.offerTokens = () => {
       byId("views").hidden = !has(view.pass);
       if (!byId("tokens").hidden) turn(has(view.pass));
@@ -184,12 +184,12 @@
   // A page that shows a new recording in its place is loaded again: folds, scroll and focus stay.
   addEventListener("pagehide", () => {
     const position = { ...tree.position, paneTop: byId("pane").scrollTop };
-    keep("hookline-position", JSON.stringify(position), "sessionStorage");
+    writeStored("hookline-position", JSON.stringify(position), "sessionStorage");
   });
 
   function keptPosition() {
     if (!isServed || performance.getEntriesByType("navigation")[0]?.type !== "reload") return null;
-    return kept("hookline-position", "sessionStorage");
+    return readStored("hookline-position", "sessionStorage");
   }
 
   function offerColumns() {
@@ -203,7 +203,7 @@
             if (box.checked) wanted.add(key);
             else wanted.delete(key);
             view.columns = [...wanted];
-            keep("hookline-columns", JSON.stringify(view.columns));
+            writeStored("hookline-columns", JSON.stringify(view.columns));
             tree.relayOut();
           },
         });
@@ -218,22 +218,22 @@
     let others;
     try {
       ({ numbers, others } = parseNumbers(await file.text()));
-      view.own = numbersOfRows(core, numbers);
+      view.own = numbersByRow(core, numbers);
     } catch (error) {
       byId("own-about").textContent = `${file.name} cannot be read: ${error.message}`;
       return;
     }
     const { byRow, missing } = view.own;
-    const lost = missing ? `; ${counted(missing, "name has", "names have")} no row here` : "";
-    const odd = others ? `; ${counted(others, "name has", "names have")} no number` : "";
-    const many = counted(byRow.size, "number");
+    const lost = missing ? `; ${pluralText(missing, "name has", "names have")} no row here` : "";
+    const odd = others ? `; ${pluralText(others, "name has", "names have")} no number` : "";
+    const many = pluralText(byRow.size, "number");
     byId("own-about").textContent = `${many} from ${file.name}${lost}${odd}.`;
     if (!byRow.size) view.own = null;
     tree.refresh();
   }
   byId("own").addEventListener("change", (event) => takeOwn(event.target.files[0]));
   byId("save-svg").addEventListener("click", () =>
-    saveText("tree.svg", tree.svg(), "image/svg+xml"),
+    downloadText("tree.svg", tree.svg(), "image/svg+xml"),
   );
 
   // -- the address: what is searched, sorted and chosen -----------------------------------------
@@ -245,7 +245,7 @@
     if (tree.sort) parameters.set("sort", tree.sort.key);
     if (tree.sort && !tree.sort.isDown) parameters.set("up", "");
     const isLast = view.pass === core.passes.at(-1);
-    noteInAddress(parameters, rows.label[view.row], isLast ? "" : `&pass=${view.pass}`);
+    writeToAddress(parameters, rows.label[view.row], isLast ? "" : `&pass=${view.pass}`);
   }
 
   // Choose what the address names; false if it names nothing.
@@ -272,9 +272,9 @@
   // -- measuring, while the page is open -------------------------------------------------------
 
   async function takeNumbers(asked) {
-    const answer = await fetchJson(`measure?${asked}&${ofState()}`);
+    const answer = await fetchJson(`measure?${asked}&${stateParameter()}`);
     if (!answer?.values) return undefined; // another recording: the page is about to reload
-    takeMeasured(core, answer.at, answer.values);
+    storeMeasured(core, answer.at, answer.values);
     return answer.next;
   }
 
@@ -334,7 +334,7 @@
     const left = values.waiting.size;
     byId("measure").hidden = !left;
     const rest = `${left.toLocaleString("en")} left`;
-    let text = `Measure ${counted(left, "value")} (${core.measure.size})`;
+    let text = `Measure ${pluralText(left, "value")} (${core.measure.size})`;
     if (view.isStopped) text = `Stopped, ${rest}: go on`;
     if (view.isMeasuring) text = `Measuring, ${rest}: stop`;
     byId("measure").textContent = text;
@@ -342,7 +342,7 @@
 
   async function judge() {
     byId("tally").textContent = "Looking for what is wrong …";
-    const answer = await fetchJson(`findings?${ofState()}`);
+    const answer = await fetchJson(`findings?${stateParameter()}`);
     if (!answer?.findings) return;
     const isUntouched = view.finding < 0 && !location.hash.includes("at=");
     takeFindings(answer);
@@ -356,7 +356,7 @@
   // -- the keyboard, the window ------------------------------------------------------------------
 
   document.addEventListener("keydown", (event) =>
-    answerKey(event, {
+    handleFindingKeys(event, {
       findings: view.findings,
       view,
       onFinding: chooseFinding,
@@ -369,7 +369,7 @@
     tree.relayOut();
     pane.redraw();
   }
-  onTheme(redraw);
+  onThemeChange(redraw);
   let waiting = 0;
   let width = innerWidth;
   function fit() {

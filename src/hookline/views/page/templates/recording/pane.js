@@ -73,7 +73,7 @@ function makePane(host, core, view, { onClose, onStale }) {
     const none = values.of[row].length
       ? `Nothing in pass ${view.pass}. Choose another pass.`
       : "No value of its own was recorded here.";
-    return [...callouts, quiet(none)];
+    return [...callouts, quietParagraph(none)];
   }
 
   function restOf(row, pair) {
@@ -81,10 +81,10 @@ function makePane(host, core, view, { onClose, onStale }) {
     const others = [...Object.values(main[row]), ...rest[row]].filter(
       (value) => !pair.includes(value),
     );
-    const more = others.length > 8 ? [quiet(`and ${others.length - 8} more values`)] : [];
+    const more = others.length > 8 ? [quietParagraph(`and ${others.length - 8} more values`)] : [];
     const command =
       !isServed && core.view
-        ? [quiet("All channels and samples: ", element("code", {}, core.view))]
+        ? [quietParagraph("All channels and samples: ", element("code", {}, core.view))]
         : [];
     return [
       ...(others.length ? [cardsOf(recordsOf(others.slice(0, 8)))] : []),
@@ -122,7 +122,7 @@ function makePane(host, core, view, { onClose, onStale }) {
       numel: values.numel[value],
       bad: values.bad[value] ?? 0,
       badText: values.leaves[value],
-      bars: barsOf(values.hist, value),
+      bars: histogramBars(values.hist, value),
       range: values.range[value], // of a store's items, whose numbers are of all items
       stored: values.stored[value],
       ...Object.fromEntries(
@@ -138,7 +138,7 @@ function makePane(host, core, view, { onClose, onStale }) {
       ...part,
       range: undefined,
       badText: part.bad.toLocaleString("en"),
-      bars: barsOf(part.hist, 0),
+      bars: histogramBars(part.hist, 0),
     }));
 
   function recordsOf(list) {
@@ -190,7 +190,7 @@ function makePane(host, core, view, { onClose, onStale }) {
     const ends = `from ${numberText(low, 4)} to ${numberText(high, 4)}`;
     const many = numel.toLocaleString("en");
     const words = `Histogram of ${many} elements ${ends}, heights logarithmic`;
-    const picture = shape(
+    const picture = svgElement(
       "svg",
       {
         class: `histogram ${isBackward ? "bwd" : "fwd"}`,
@@ -199,16 +199,16 @@ function makePane(host, core, view, { onClose, onStale }) {
         role: "img",
         "aria-label": words,
       },
-      shape("path", { d: barsPath(bars, 240, 64) }),
-      zero === null ? null : shape("line", { x1: zero, x2: zero, y1: 0, y2: 64 }),
+      svgElement("path", { d: histogramPath(bars, 240, 64) }),
+      zero === null ? null : svgElement("line", { x1: zero, x2: zero, y1: 0, y2: 64 }),
     );
     const about = range ? "of the items shown; log counts" : "log counts";
     const axis = element(
       "div",
       { class: "axis" },
-      soft(numberText(low, 3)),
-      soft(about),
-      soft(numberText(high, 3)),
+      spanElement(numberText(low, 3)),
+      spanElement(about),
+      spanElement(numberText(high, 3)),
     );
     return element("div", {}, picture, axis);
   }
@@ -222,7 +222,7 @@ function makePane(host, core, view, { onClose, onStale }) {
       ["Min", numberText(record.min, 4)],
       ["Max", numberText(record.max, 4)],
       ["Zeros", shareText(record.zeros)],
-      ["Norm", numberText(normOfNumbers(record), 4)],
+      ["Norm", numberText(normOfStatistics(record), 4)],
       ["NaN, inf", bad ? record.badText : record.isWaiting ? "" : "0", bad],
       ["Elements", numel?.toLocaleString("en") ?? ""],
       ["Stored", sizeText(record.stored)],
@@ -262,18 +262,18 @@ function makePane(host, core, view, { onClose, onStale }) {
     if (!isSame) boxes.choices = hasChoices ? makeChoices() : null; // else one is being typed in
     const { choices } = boxes;
     const over = element("div", { class: "maps" });
-    boxes.over.replaceChildren(...(answer.scores ? [scoresSection(answer.scores)] : []), over);
-    const showChannel = drawOver(over, answer.over, sets, view);
+    boxes.over.replaceChildren(...(answer.scores ? [classScoresSection(answer.scores)] : []), over);
+    const showChannel = drawImageOverlay(over, answer.over, sets, view);
     if (!over.children.length) over.remove();
     const redraw = () => {
       drawMaps(boxes.maps, sets, view, redraw, { choices, onTile: showChannel });
       const lack = answer.gradient?.problem;
-      if (lack) boxes.maps.append(quiet(`Gradient: ${lack}`));
+      if (lack) boxes.maps.append(quietParagraph(`Gradient: ${lack}`));
     };
     if (sets.length) redraw();
-    else if (answer.own?.problem) boxes.maps.replaceChildren(quiet(answer.own.problem));
+    else if (answer.own?.problem) boxes.maps.replaceChildren(quietParagraph(answer.own.problem));
     else if (!isServed && core.hasMaps && !values.problem[pair[0]])
-      boxes.maps.replaceChildren(quiet("Its picture did not fit into the file."));
+      boxes.maps.replaceChildren(quietParagraph("Its picture did not fit into the file."));
     if (focused && document.activeElement === document.body)
       byId(focused)?.focus({ preventScroll: true });
     focused = "";
@@ -328,7 +328,7 @@ function makePane(host, core, view, { onClose, onStale }) {
           "label",
           {},
           `${title} `,
-          menuOf(options, choice[name], (chosen) => chooseIt({ [name]: chosen }), {
+          makeMenu(options, choice[name], (chosen) => chooseIt({ [name]: chosen }), {
             id: `maps-${name}`,
           }),
         ),
@@ -351,7 +351,7 @@ function makePane(host, core, view, { onClose, onStale }) {
         onchange: ask,
       });
       box.append(
-        element("label", {}, "Sample ", input, soft(` of ${samples.toLocaleString("en")}`)),
+        element("label", {}, "Sample ", input, spanElement(` of ${samples.toLocaleString("en")}`)),
       );
     }
     if (maps.form) menu("form", "Tokens", FORMS, chooseAnew);
@@ -375,7 +375,7 @@ function makePane(host, core, view, { onClose, onStale }) {
         const last = maps.first + length;
         box.append(
           turn("←", "previous", maps.first - 16),
-          soft(`${maps.first + 1} to ${last}`),
+          spanElement(`${maps.first + 1} to ${last}`),
           turn("→", "next", last),
         );
       }

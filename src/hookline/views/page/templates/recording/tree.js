@@ -3,7 +3,7 @@
 const USUAL_COLUMNS = ["type", "shape", "bars", "std", "zeros", "gradient", "stored"];
 
 // The columns that there are, as of `makeTable`.
-function columnsOf(core, view) {
+function treeColumns(core, view) {
   const { rows, values } = core;
   const forward = (row) => view.table.forward[row];
   const gradients = (row) => view.table.gradients[row];
@@ -45,7 +45,12 @@ function columnsOf(core, view) {
       "70px",
       (row) => core.dtypes[values.dtype[shown(row)[0]]] ?? "",
     ),
-    { key: "bars", title: "Values", width: "48px", cell: (row) => spark(core, forward(row)) },
+    {
+      key: "bars",
+      title: "Values",
+      width: "48px",
+      cell: (row) => histogramSparkline(core, forward(row)),
+    },
     ofNumber("mean", "Mean", number("mean")),
     ofNumber(
       "std",
@@ -60,7 +65,7 @@ function columnsOf(core, view) {
     ofNumber(
       "gradient",
       "∇ norm",
-      (row) => normOfAll(core, gradients(row)),
+      (row) => normOfValues(core, gradients(row)),
       (norm, row) => (gradients(row).some(isBad) ? "NaN" : numberText(norm)),
     ),
     ofNumber("order", "Order", order, wholeText, "58px"),
@@ -93,7 +98,7 @@ const shapeText = (core, value) =>
     sizes.replaceAll(", ", "×"),
   );
 
-function barsPath(bars, width, height) {
+function histogramPath(bars, width, height) {
   const step = width / bars.length;
   const steps = bars.map((bar, index) => {
     const top = (height - bar * (height - 1)).toFixed(1);
@@ -102,10 +107,11 @@ function barsPath(bars, width, height) {
   return `M0 ${height}${steps.join("")}L${width} ${height}Z`;
 }
 
-function spark(core, value) {
+function histogramSparkline(core, value) {
   if (value === undefined || !core.values.std[value]) return "";
-  const path = shape("path", { d: barsPath(barsOf(core.values.hist, value), 48, 16) });
-  return shape("svg", { class: "spark", viewBox: "0 0 48 16", "aria-hidden": "true" }, path);
+  const bars = histogramBars(core.values.hist, value);
+  const path = svgElement("path", { d: histogramPath(bars, 48, 16) });
+  return svgElement("svg", { class: "spark", viewBox: "0 0 48 16", "aria-hidden": "true" }, path);
 }
 
 function zerosCell(share) {
@@ -124,7 +130,7 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
     return [label, rows.alias[row] ?? "", ...names, ...leaves].join(" ").toLowerCase();
   });
   const count = (list) => list.reduce((sum, row) => sum + values.of[row].length, 0);
-  let columns = columnsOf(core, view);
+  let columns = treeColumns(core, view);
 
   const table = makeTable(host, {
     label: "Values in firing order",
@@ -139,8 +145,8 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
     cellOf: (column, row) => problemOf(row, column) ?? column.cell(row),
     classOf,
     chosen: () => view.row,
-    say(shown, query) {
-      const all = counted(values.row.length, "value");
+    statusText(shown, query) {
+      const all = pluralText(values.row.length, "value");
       return query ? `${count(shown)} of ${all}` : all;
     },
     onChoose,
@@ -155,7 +161,7 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
     folded: table.folded,
     isFlat: table.isFlat,
   });
-  const rail = makeRail(table.grid, core, view, layout);
+  const rail = makeDataflowRail(table.grid, core, view, layout);
 
   function nameCell(row, isFlat, isFolded) {
     const notes = [];
@@ -165,7 +171,7 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
     const level = view.levels[row];
     const small = notes.length ? element("small", {}, notes.join(" · ")) : null;
     return [
-      level ? glyph(level) : null,
+      level ? levelIcon(level) : null,
       element("b", { class: "name" }, isFlat ? rows.label[row] : rows.name[row]),
       small,
     ].filter(Boolean);
@@ -238,7 +244,7 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
     foldAtFirst,
     svg,
     refresh() {
-      columns = columnsOf(core, view);
+      columns = treeColumns(core, view);
       table.layOut();
     },
     restoreFolds(labels) {
@@ -252,7 +258,7 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
 }
 
 // The line of the data flow at the left of the tree: what flows into what, where it is known.
-function makeRail(grid, core, view, layout) {
+function makeDataflowRail(grid, core, view, layout) {
   const { rows, values } = core;
   const ROW = 26;
   const LANES = 3;
@@ -303,7 +309,7 @@ function makeRail(grid, core, view, layout) {
     box.replaceChildren();
     if (!width) return;
     const height = grid.clientHeight - ROW;
-    const [canvas, pen] = canvasOf(width, height);
+    const [canvas, pen] = makeCanvas(width, height);
     box.append(canvas);
     pen.translate(0, -grid.scrollTop);
     const x = width - 8;
@@ -313,7 +319,7 @@ function makeRail(grid, core, view, layout) {
     for (const [start, end, lane] of wires) {
       if (end < first - 2 || start > last + 2) continue;
       const isChosen = shown[start] === view.row || shown[end] === view.row;
-      pen.strokeStyle = ink(isChosen ? "accent" : lane ? "ink-3" : "line-strong");
+      pen.strokeStyle = themeColour(isChosen ? "accent" : lane ? "ink-3" : "line-strong");
       pen.beginPath();
       pen.moveTo(x, y(start));
       if (lane) {
@@ -343,7 +349,7 @@ function makeRail(grid, core, view, layout) {
         : isZero
           ? "warning"
           : "ink-3";
-    pen.fillStyle = view.own?.colourOf(row) ?? ink(name);
+    pen.fillStyle = view.own?.colourOf(row) ?? themeColour(name);
     pen.fill();
   }
 
@@ -351,9 +357,9 @@ function makeRail(grid, core, view, layout) {
   function plus(pen, x, y) {
     pen.beginPath();
     pen.arc(x, y, 4.5, 0, 7);
-    pen.fillStyle = ink("panel");
+    pen.fillStyle = themeColour("panel");
     pen.fill();
-    pen.strokeStyle = ink("ink-2");
+    pen.strokeStyle = themeColour("ink-2");
     pen.lineWidth = 1.2;
     pen.moveTo(x - 3, y);
     pen.lineTo(x + 3, y);

@@ -3,7 +3,7 @@
 
 // The page's colours for a canvas, which does not know light-dark(): a probe resolves them.
 const inks = {};
-function ink(name) {
+function themeColour(name) {
   if (inks[name] === undefined) {
     const probe = byId("tip");
     probe.style.color = `var(--${name})`;
@@ -13,7 +13,7 @@ function ink(name) {
   return inks[name];
 }
 // Draw again when the theme changes, which canvases do not notice.
-function onTheme(redraw) {
+function onThemeChange(redraw) {
   const again = () => {
     for (const name of Object.keys(inks)) delete inks[name];
     redraw();
@@ -22,10 +22,10 @@ function onTheme(redraw) {
   system.addEventListener("change", again);
 }
 const families = {};
-const family = (name) =>
+const fontFamily = (name) =>
   (families[name] ??= getComputedStyle(document.body).getPropertyValue(`--${name}`).trim());
 
-function canvasOf(width, height, attributes = { "aria-hidden": "true" }) {
+function makeCanvas(width, height, attributes = { "aria-hidden": "true" }) {
   const canvas = element("canvas", attributes);
   const pixels = Math.min(3, devicePixelRatio || 1);
   canvas.width = Math.round(width * pixels);
@@ -37,8 +37,8 @@ function canvasOf(width, height, attributes = { "aria-hidden": "true" }) {
   return [canvas, pen];
 }
 
-const fontOf = (size, weight = 400) => `${weight} ${size}px ${family("font")}`;
-const monoOf = (size) => `400 ${size}px ${family("mono")}`;
+const fontText = (size, weight = 400) => `${weight} ${size}px ${fontFamily("font")}`;
+const monoFontText = (size) => `400 ${size}px ${fontFamily("mono")}`;
 
 // 256 colours of a map; "signed" has zero in the middle, "plain" goes from dark to light.
 const colourMaps = new Map();
@@ -57,14 +57,14 @@ function colourMap(kind) {
 
 const ZERO = -Infinity; // drawn grey: exactly zero where a map is logarithmic
 const NONE = Infinity; // left out
-function pixelsOf(numbers, height, width, [low, high], kind) {
+function makeMapCanvas(numbers, height, width, [low, high], kind) {
   // Each cell that is not finite is a checkerboard of its own: half of one could be a number.
   const fine = numbers.some(Number.isNaN) ? 2 : 1;
   const across = fine * width;
   const image = new ImageData(across, fine * height);
   const colours = colourMap(kind);
   const dark = isDark();
-  const broken = dark
+  const breakableText = dark
     ? [
         [92, 34, 18],
         [255, 122, 74],
@@ -98,8 +98,8 @@ function pixelsOf(numbers, height, width, [low, high], kind) {
 }
 
 // The key to a map's colours: a bar between the numbers of its ends.
-function colourKey(kind, low, high) {
-  const [bar, pen] = canvasOf(96, 8);
+function colourBar(kind, low, high) {
+  const [bar, pen] = makeCanvas(96, 8);
   const colours = colourMap(kind);
   for (let x = 0; x < 96; x += 1) {
     const place = 3 * Math.round((x / 95) * 255);
@@ -110,11 +110,11 @@ function colourKey(kind, low, high) {
 }
 
 // The parts of a legend: each is a mark and its words.
-const legendOf = (groups) => groups.map((parts) => element("span", {}, ...parts));
+const legendParts = (groups) => groups.map((parts) => element("span", {}, ...parts));
 
 // Codes to numbers: the highest code is NaN or infinity.
-function decoded({ q, lo, hi }, bits) {
-  const bytes = bytesOf(q);
+function decodeNumbers({ q, lo, hi }, bits) {
+  const bytes = decodeBase64(q);
   const codes = bits === 16 ? new Uint16Array(bytes.buffer) : bytes;
   const top = 2 ** bits - 1;
   const numbers = new Float64Array(codes.length);
@@ -133,11 +133,11 @@ const GLYPHS = {
     "m0 1.4a2.4 2.4 0 1 1 0 4.8 2.4 2.4 0 0 1 0-4.8Z",
   fine: "M1.6 6.4 4.6 9.4 10.4 3 9.3 2 4.5 7.2 2.6 5.3Z",
 };
-const glyph = (level) =>
-  shape(
+const levelIcon = (level) =>
+  svgElement(
     "svg",
     { class: `glyph ${level}`, viewBox: "0 0 12 12", "aria-hidden": "true" },
-    shape("path", { d: GLYPHS[level] }),
+    svgElement("path", { d: GLYPHS[level] }),
   );
 
 // Draw the glyph of a finding as a pin, from its top left corner.
@@ -145,13 +145,13 @@ function drawPin(pen, level, x, y) {
   pen.save();
   pen.translate(x, y);
   pen.scale(10 / 12, 10 / 12);
-  pen.fillStyle = ink(level);
+  pen.fillStyle = themeColour(level);
   pen.fill(new Path2D(GLYPHS[level]));
   pen.restore();
 }
 
 // A text whose beginning is left out where there is no room for it.
-function shortened(pen, text, room) {
+function shortenToWidth(pen, text, room) {
   let shown = text;
   while (shown.length > 2 && pen.measureText(shown).width > room) shown = `…${shown.slice(2)}`;
   return shown;
@@ -191,7 +191,7 @@ const KEY_STEPS = {
   End: Infinity,
 };
 // How far a key moves over a grid: [down, right]; undefined for other keys.
-function gridStep({ key, altKey, ctrlKey, metaKey }) {
+function gridStepOfKey({ key, altKey, ctrlKey, metaKey }) {
   if (altKey || metaKey) return undefined;
   const all = ctrlKey ? Infinity : 0;
   return {

@@ -1,6 +1,6 @@
 // Make elements and write numbers: shared by the pages that draw a result from its JSON.
 
-function fill(node, attributes, children) {
+function setAttributesAndChildren(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (value !== null && value !== undefined && value !== false)
@@ -15,13 +15,17 @@ function fill(node, attributes, children) {
 }
 
 const element = (tag, attributes = {}, ...children) =>
-  fill(document.createElement(tag), attributes, children);
-const shape = (tag, attributes = {}, ...children) =>
-  fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+  setAttributesAndChildren(document.createElement(tag), attributes, children);
+const svgElement = (tag, attributes = {}, ...children) =>
+  setAttributesAndChildren(
+    document.createElementNS("http://www.w3.org/2000/svg", tag),
+    attributes,
+    children,
+  );
 
-const strong = (text) => element("b", {}, text);
-const soft = (text) => element("span", {}, text);
-const quiet = (...parts) => element("p", { class: "quiet" }, parts);
+const boldElement = (text) => element("b", {}, text);
+const spanElement = (text) => element("span", {}, text);
+const quietParagraph = (...parts) => element("p", { class: "quiet" }, parts);
 
 // Fill a menu with [value, title] pairs; one that is open stays so if they are the same.
 function fillMenu(select, options, chosen) {
@@ -34,14 +38,14 @@ function fillMenu(select, options, chosen) {
   select.value = values.includes(String(chosen)) ? chosen : (values[0] ?? "");
 }
 
-function menuOf(options, chosen, onSelect, attributes = {}) {
+function makeMenu(options, chosen, onSelect, attributes = {}) {
   const select = element("select", { ...attributes, onchange: () => onSelect(select.value) });
   fillMenu(select, options, chosen);
   return select;
 }
 
 // JSON lacks NaN and infinity: they come as words.
-const numberOf = (value) => (typeof value === "string" ? Number(value) : (value ?? NaN));
+const parseNumber = (value) => (typeof value === "string" ? Number(value) : (value ?? NaN));
 const clamp = (number, low, high) => Math.max(low, Math.min(high, number));
 
 function numberText(number, digits = 3) {
@@ -65,10 +69,10 @@ function ratioText(ratio) {
   return String(Number(ratio.toFixed(-Math.floor(Math.log10(gap)))));
 }
 
-const counted = (number, noun, nouns = `${noun}s`) =>
+const pluralText = (number, noun, nouns = `${noun}s`) =>
   `${number.toLocaleString("en")} ${number === 1 ? noun : nouns}`;
 
 // A path may be broken after its dots, so that no name is cut; a decimal point is none.
 const DOTS = /(?<=[^\W\d]\.)(?=\w)|(?<=\d\.)(?=[^\W\d])|(?<=[\])]\.)(?=\w)/;
-const broken = (text) =>
+const breakableText = (text) =>
   text.split(DOTS).flatMap((part, place) => (place ? [element("wbr"), part] : [part]));

@@ -11,25 +11,28 @@ function showFindings({ findings, judged, notes }, onChoose) {
   const counts = Object.keys(WORDS)
     .map((level) => [level, findings.filter((finding) => finding.level === level).length])
     .filter(([, count]) => count)
-    .map(([level, count]) => counted(count, ...WORDS[level]));
+    .map(([level, count]) => pluralText(count, ...WORDS[level]));
   const isFine = judged && !findings.some((finding) => finding.level !== "note");
   const fine = `${["No error and no warning", ...counts].join("; ")}.`;
   const verdict = isFine ? fine : counts.join(", ") || "Nothing was judged.";
-  byId("tally").replaceChildren(...(isFine ? [glyph("fine")] : []), element("span", {}, verdict));
+  byId("tally").replaceChildren(
+    ...(isFine ? [levelIcon("fine")] : []),
+    element("span", {}, verdict),
+  );
   byId("tally").classList.toggle("all-fine", isFine);
-  showLines(
+  fillList(
     "findings",
-    findings.map((finding, index) => buttonOf(finding, () => onChoose(index))),
+    findings.map((finding, index) => findingButton(finding, () => onChoose(index))),
   );
   for (const note of notes ?? []) byId("notices").append(element("li", {}, note));
   byId("notices").hidden = !byId("notices").children.length;
 }
 
-const showLines = (id, lines) =>
+const fillList = (id, lines) =>
   byId(id).replaceChildren(...lines.map((line) => element("li", {}, line)));
 
 // A button of the list: a mark and a heading, a number, and why.
-const findingButton = ([mark, heading, number, why], onChoose) =>
+const findingButtonOfParts = ([mark, heading, number, why], onChoose) =>
   element(
     "button",
     { type: "button", class: "finding", "aria-pressed": "false", onclick: onChoose },
@@ -39,18 +42,19 @@ const findingButton = ([mark, heading, number, why], onChoose) =>
     element("span", { class: "why" }, why),
   );
 
-function buttonOf(finding, onChoose) {
+function findingButton(finding, onChoose) {
   const { level, text, number, why, advice, follows } = finding;
   const following =
     follows && !/later|follow/.test(why)
-      ? `${counted(follows, "later site follows", "later sites follow")}.`
+      ? `${pluralText(follows, "later site follows", "later sites follow")}.`
       : "";
   const spoken = element("span", { class: "unseen" }, `${WORDS[level][0]}: `);
-  const words = broken([why, following, advice].filter(Boolean).join(" "));
-  return findingButton([glyph(level), [spoken, broken(text)], number, words], onChoose);
+  const words = breakableText([why, following, advice].filter(Boolean).join(" "));
+  const heading = [spoken, breakableText(text)];
+  return findingButtonOfParts([levelIcon(level), heading, number, words], onChoose);
 }
 
-function pressFinding(index) {
+function markPressedFinding(index) {
   document
     .querySelectorAll(".finding")
     .forEach((button, place) => button.setAttribute("aria-pressed", String(place === index)));
@@ -58,7 +62,7 @@ function pressFinding(index) {
 
 // Answer the keys of every page with findings: `/`, Escape, and Alt with an arrow, which goes to
 // the next finding. Return whether this key was one of them.
-function answerKey(event, { findings, view, onFinding, onEscape }) {
+function handleFindingKeys(event, { findings, view, onFinding, onEscape }) {
   const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
   const isNext = event.altKey && step && findings.length;
   if (event.key === "/" && byId("search") && !event.target.matches("input, select"))
@@ -77,7 +81,7 @@ function answerKey(event, { findings, view, onFinding, onEscape }) {
 }
 
 // List the sites that never fired when they are asked for, or if they are few.
-function showSilent(silent) {
+function listSilentSites(silent) {
   const box = byId("silent");
   if (!box) return;
   const fill = () => {
@@ -87,7 +91,7 @@ function showSilent(silent) {
         element(
           "div",
           {},
-          element("dt", {}, element("code", {}, broken(site)), " ", soft(type)),
+          element("dt", {}, element("code", {}, breakableText(site)), " ", spanElement(type)),
           element("dd", {}, why),
         ),
       ),

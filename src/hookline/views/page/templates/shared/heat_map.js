@@ -110,8 +110,9 @@ function makeHeatMap(host, { label, about, onChoose }) {
     context.textAlign = "right";
     const everyRow = Math.ceil((SMALL + 2) / height);
     table.rows.forEach((text, row) => {
-      if (row % everyRow === 0)
-        context.fillText(shortened(context, text, left - 8), left - 6, top + (row + 0.5) * height);
+      if (row % everyRow) return;
+      const shown = shortenToWidth(context, text, left - 8);
+      context.fillText(shown, left - 6, top + (row + 0.5) * height);
     });
     const everyColumn = isTurned ? Math.ceil((SMALL + 2) / width) : 1;
     table.columns.forEach((text, column) => {
@@ -120,7 +121,8 @@ function makeHeatMap(host, { label, about, onChoose }) {
       context.translate(left + (column + 0.5) * width, top - 5);
       if (isTurned) context.rotate(-Math.PI / 2);
       context.textAlign = isTurned ? "left" : "center";
-      context.fillText(isTurned ? shortened(context, text, top - 8) : text, 0, isTurned ? 0 : -5);
+      const shown = isTurned ? shortenToWidth(context, text, top - 8) : text;
+      context.fillText(shown, 0, isTurned ? 0 : -5);
       context.restore();
     });
   }
@@ -163,13 +165,13 @@ function makeHeatMap(host, { label, about, onChoose }) {
     canvas.title = hit ? about(...hit) : "";
   });
   grid.addEventListener("keydown", (event) => {
-    const step = gridStep(event);
+    const step = gridStepOfKey(event);
     if (!step) return;
     event.preventDefault();
     choose(at[0] + step[0], at[1] + step[1]);
   });
   new ResizeObserver(draw).observe(host);
-  onTheme(draw);
+  onThemeChange(draw);
 
   return {
     show(newTable) {

@@ -6,14 +6,15 @@
 const byId = (id) => document.getElementById(id);
 
 const state = document.body.dataset.state; // only a served page has one
-const ofState = () => `state=${encodeURIComponent(state)}`; // answers of another one are empty
+// Answers of another state are empty.
+const stateParameter = () => `state=${encodeURIComponent(state)}`;
 const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
 
 const system = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () =>
   (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
 
-function say(text) {
+function showStatusText(text) {
   byId("live").textContent = text;
   byId("live").hidden = !text;
 }
@@ -34,7 +35,7 @@ async function fetchJson(address) {
     try {
       response = await fetch(address, { cache: "no-store" });
     } catch {
-      say("hookline view has ended. Start it again to go on.");
+      showStatusText("hookline view has ended. Start it again to go on.");
       await sleep(1);
     }
   }
@@ -46,21 +47,25 @@ async function fetchJson(address) {
     /* it ended on the way, or is no JSON */
   }
   if (response.status === 403 || response.status === 421)
-    say("The server was started again with another address. Open the address that it printed.");
+    showStatusText(
+      "The server was started again with another address. Open the address that it printed.",
+    );
   else
-    say("The server cannot answer now: its terminal says why. The page goes on as soon as it can.");
+    showStatusText(
+      "The server cannot answer now: its terminal says why. The page goes on as soon as it can.",
+    );
   return undefined;
 }
 
 // What the browser keeps under a name: null without any. A file may have no store.
-function kept(name, store = "localStorage", read = JSON.parse) {
+function readStored(name, store = "localStorage", read = JSON.parse) {
   try {
     return read(window[store].getItem(name));
   } catch {
     return null;
   }
 }
-function keep(name, text, store = "localStorage") {
+function writeStored(name, text, store = "localStorage") {
   try {
     window[store].setItem(name, text);
   } catch {
@@ -69,7 +74,7 @@ function keep(name, text, store = "localStorage") {
 }
 
 // Note in the address what is searched and chosen, but for a name that no address can hold.
-function noteInAddress(parameters, at, more = "") {
+function writeToAddress(parameters, at, more = "") {
   const text = state !== undefined && parameters.size ? `?${parameters}` : location.pathname;
   let hash = "";
   try {
@@ -84,12 +89,12 @@ function noteInAddress(parameters, at, more = "") {
   // -- light and dark ------------------------------------------------------------------------
 
   const showTheme = () => (byId("theme").textContent = isDark() ? "Light" : "Dark");
-  const remembered = kept("hookline-theme", "localStorage", String);
+  const remembered = readStored("hookline-theme", "localStorage", String);
   if (remembered === "dark" || remembered === "light")
     document.documentElement.dataset.theme = remembered;
   byId("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    keep("hookline-theme", document.documentElement.dataset.theme);
+    writeStored("hookline-theme", document.documentElement.dataset.theme);
     showTheme();
   });
   system.addEventListener("change", showTheme);
@@ -99,10 +104,10 @@ function noteInAddress(parameters, at, more = "") {
   // -- a page that is loaded again in its place keeps the focus --------------------------------
 
   addEventListener("pagehide", () =>
-    keep("hookline-focus", JSON.stringify(document.activeElement.id), "sessionStorage"),
+    writeStored("hookline-focus", JSON.stringify(document.activeElement.id), "sessionStorage"),
   );
   if (performance.getEntriesByType("navigation")[0]?.type === "reload")
-    byId(kept("hookline-focus", "sessionStorage"))?.focus();
+    byId(readStored("hookline-focus", "sessionStorage"))?.focus();
 
   // -- following: the recording may be replaced, deleted, or written for the first time ---------
 
@@ -113,7 +118,7 @@ function noteInAddress(parameters, at, more = "") {
       const now = await fetchJson("state");
       if (!now) continue;
       if (now.state && now.state !== state) return location.reload();
-      say(
+      showStatusText(
         now.state || !state
           ? ""
           : `${now.gone} The page shows an earlier state and updates when the recording is back.`,

@@ -26,7 +26,7 @@ function paneHead(title, about, { onClose, copies = false }) {
     element(
       "div",
       {},
-      element("h2", { id: "pane-heading" }, broken(title)),
+      element("h2", { id: "pane-heading" }, breakableText(title)),
       element("p", { class: "quiet" }, about.filter(Boolean).join(" · ")),
     ),
     element("span", { class: "grow" }),
@@ -46,14 +46,14 @@ async function copyText(text, button) {
 }
 
 const callout = (level, ...parts) =>
-  element("div", { class: `callout ${level}-ground` }, glyph(level), element("span", {}, parts));
+  element("div", { class: `callout ${level}-ground` }, levelIcon(level), element("span", {}, parts));
 
 const findingCallout = ({ level, text, why, advice }, ...more) =>
   callout(
     level,
-    element("b", {}, broken(text)),
+    element("b", {}, breakableText(text)),
     " ",
-    broken([why, advice].filter(Boolean).join(" ")),
+    breakableText([why, advice].filter(Boolean).join(" ")),
     ...more,
   );
 
@@ -104,7 +104,7 @@ const smallTable = (titles, lines) =>
 
 // Open and close the pane where it is a drawer.
 const openDrawer = () => byId("pane").classList.add("open");
-function enterPane() {
+function openAndFocusPane() {
   openDrawer();
   byId("pane").focus();
 }

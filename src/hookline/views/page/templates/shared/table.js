@@ -1,7 +1,7 @@
 // A table of modules or sites: a tree in firing order, and flat when it is searched or sorted.
 
 // What rows that stand depth first hold of each other, by the row that holds each; -1 is the top.
-function treeOf(parent) {
+function treeOfParents(parent) {
   const children = parent.map(() => []);
   const level = [];
   const last = []; // the last row under it
@@ -17,11 +17,11 @@ function treeOf(parent) {
 const shareBar = (share) =>
   element("i", { class: "share", style: `--share: ${share}`, "aria-hidden": "true" });
 
-// Create the table in an element. Of the rows: `tree` as of `treeOf`, `labelOf(row)`,
+// Create the table in an element. Of the rows: `tree` as of `treeOfParents`, `labelOf(row)`,
 // `searchedOf(row)` and `typeOf(row)` in lower case, `isListed(row)` if flat. Of what is drawn:
 // `columns()`, each { key, title, width, isNumber, isLeft, sortKey(row), cell(row) } and without a
 // sortKey not sorted; `isWanted(column, width)`, `nameCell(row, isFlat, isFolded)`, `classOf(row)`.
-// `chosen()` is the row that is chosen, `say(shown, query)` the text of the status. `onChange` is
+// `chosen()` is the row that is chosen, `statusText(shown, query)` the text of the status. `onChange` is
 // told of a search and a sort, `onLayOut` and `onDraw(first, last)` of each drawing.
 function makeTable(host, options) {
   const { tree, labelOf, searchedOf, typeOf, isListed = () => true } = options;
@@ -36,7 +36,7 @@ function makeTable(host, options) {
     chosen,
     onChoose,
     onEnter,
-    say,
+    statusText,
     onChange = () => {},
     onLayOut = () => {},
     onDraw = () => {},
@@ -58,7 +58,7 @@ function makeTable(host, options) {
   let shown = []; // the rows from top to bottom
   let places = new Map();
 
-  const grid = makeRows(host, {
+  const grid = makeRowGrid(host, {
     label: options.label,
     height: 26,
     folds: true,
@@ -123,7 +123,7 @@ function makeTable(host, options) {
   }
 
   function showState() {
-    byId("status").textContent = say(shown, query);
+    byId("status").textContent = statusText(shown, query);
     byId("unsort").hidden = !sort;
     byId("fold-all").hidden = isFlat() || !holders.length;
     byId("fold-all").textContent = folded.size ? "Expand all" : "Collapse all";

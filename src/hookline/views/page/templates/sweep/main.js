@@ -9,16 +9,16 @@
     measured: "measured effect",
     share: "of clean",
   };
-  const data = await unpack(byId("core").textContent);
+  const data = await unpackJson(byId("core").textContent);
   const { axes, places, baseline, clean } = data;
   const isMeasured = "metric" in data.numbers;
   const main = isMeasured ? "effect" : "estimate";
   const numbers = Object.fromEntries(
-    Object.entries(data.numbers).map(([name, column]) => [name, column.map(numberOf)]),
+    Object.entries(data.numbers).map(([name, column]) => [name, column.map(parseNumber)]),
   );
   const unmoved = data.numbers.unmoved ?? [];
   delete numbers.unmoved;
-  const gap = clean === null ? 0 : numberOf(clean) - numberOf(baseline);
+  const gap = clean === null ? 0 : parseNumber(clean) - parseNumber(baseline);
   if (gap) numbers.share = numbers[main].map((effect) => effect / gap);
 
   const sizes = axes.map(({ labels }) => labels.length);
@@ -95,7 +95,7 @@
       if (best === -1 || now > best || Number.isNaN(now)) cells[cell] = change;
     });
     // colours are about the baseline
-    const shift = choice.number === "metric" ? numberOf(baseline) : 0;
+    const shift = choice.number === "metric" ? parseNumber(baseline) : 0;
     return {
       rows: axes[choice.rows].texts,
       columns: choice.columns < 0 ? [""] : axes[choice.columns].texts,
@@ -124,13 +124,13 @@
         ? "Unmoved: the change put in the value that was there, so that nothing could move."
         : "";
     const body = element("div", { class: "pane-body" });
-    pressFinding(isThere ? ranked.indexOf(change) : -1);
+    markPressedFinding(isThere ? ranked.indexOf(change) : -1);
     byId("pane").replaceChildren(
       paneHead(isThere ? nameOf(change) : "No such change", [about], { onClose: close }),
       body,
     );
     if (!isThere)
-      body.append(quiet("The site’s value is not as large in this axis."));
+      body.append(quietParagraph("The site’s value is not as large in this axis."));
     else
       body.append(
         numbersList(
@@ -177,17 +177,17 @@
       return findingButton(
         [
           element("i", swatch),
-          broken(nameOf(change)),
+          breakableText(nameOf(change)),
           text(main, effect),
           wordsOf(change, others),
         ],
         () => goTo(change),
       );
     });
-    showLines("findings", items);
+    fillList("findings", items);
     const rest = ranked.length > MOST ? `, the largest ${MOST} below` : "";
-    const forwards = data.forwards === undefined ? "" : `, ${counted(data.forwards, "forward")}`;
-    byId("tally").textContent = `${counted(places.length, "change")}${forwards}${rest}`;
+    const forwards = data.forwards === undefined ? "" : `, ${pluralText(data.forwards, "forward")}`;
+    byId("tally").textContent = `${pluralText(places.length, "change")}${forwards}${rest}`;
   }
 
   // -- what to draw ------------------------------------------------------------------------------
@@ -197,7 +197,7 @@
       "label",
       {},
       `${label} `,
-      menuOf(options, selected, (value) => onSelect(Number(value)), { "aria-label": label }),
+      makeMenu(options, selected, (value) => onSelect(Number(value)), { "aria-label": label }),
     );
 
   function showChoices() {
@@ -249,7 +249,7 @@
   function show() {
     map.show(build());
     const most = map.largest;
-    const base = choice.number === "metric" ? numberOf(baseline) : 0;
+    const base = choice.number === "metric" ? parseNumber(baseline) : 0;
     byId("key-low").textContent = text(choice.number, base - most);
     byId("key-high").textContent = text(choice.number, base + most);
     byId("map-heading").textContent =
@@ -271,12 +271,12 @@
     about: aboutCell,
     onChoose: (row, column) => tell(changeAt(row, column)),
   });
-  onTheme(() => {
+  onThemeChange(() => {
     showLargest();
     show();
   });
   document.addEventListener("keydown", (event) =>
-    answerKey(event, { findings: [], view: {}, onEscape: close }),
+    handleFindingKeys(event, { findings: [], view: {}, onEscape: close }),
   );
   const metrics = [
     ["Without a change", baseline],
@@ -284,11 +284,11 @@
   ].filter(([, number]) => number !== null);
   byId("metrics").replaceWith(
     numbersList(
-      metrics.map(([title, number]) => [title, numberText(numberOf(number), 4)]),
+      metrics.map(([title, number]) => [title, numberText(parseNumber(number), 4)]),
       { id: "metrics" },
     ),
   );
-  showLines("notes", data.remarks);
+  fillList("notes", data.remarks);
   showChoices();
   showLargest();
   show();

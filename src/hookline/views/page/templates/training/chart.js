@@ -79,7 +79,7 @@ function makeChart(host, run, view, onChoose) {
 
   // -- the map -----------------------------------------------------------------------------------
 
-  // A cell as a number for `pixelsOf`.
+  // A cell as a number for `makeMapCanvas`.
   function numberOfCell(column, site, scale) {
     if (column.bad[site]) return NaN;
     const number = run.extremeOf(column, site);
@@ -97,7 +97,7 @@ function makeChart(host, run, view, onChoose) {
     return { isUsual: true, isSigned: true, place };
   }
   const scaleOfSite = (site) =>
-    view.shared ?? (view.isUsual ? usualScale(site) : scaleOf(run.extentOf(site), view.isSigned));
+    view.shared ?? (view.isUsual ? usualScale(site) : makeScale(run.extentOf(site), view.isSigned));
 
   // Columns that share a pixel give its most unusual number: no peak is lost.
   function fillRow(site, numbers) {
@@ -125,8 +125,8 @@ function makeChart(host, run, view, onChoose) {
     const seen = map.clientHeight;
     stuck.style.cssText = `position: sticky; top: 0; height: ${seen}px`;
     room.style.height = `${Math.max(0, total - seen)}px`;
-    const [canvas, pen] = canvasOf(width, seen);
-    const [over, overPen] = canvasOf(width, seen);
+    const [canvas, pen] = makeCanvas(width, seen);
+    const [over, overPen] = makeCanvas(width, seen);
     over.style.cssText += "; position: absolute; left: 0; top: 0; pointer-events: none";
     stuck.replaceChildren(canvas, over);
     Object.assign(plot, { canvas, overPen });
@@ -161,16 +161,16 @@ function makeChart(host, run, view, onChoose) {
     );
     const kind = view.isUsual || view.isSigned ? "signed" : "plain";
     const [top, tall] = [rows[0].y, height * rows.length];
-    pen.fillStyle = ink("sunk");
+    pen.fillStyle = themeColour("sunk");
     pen.fillRect(left, top, width - left, tall);
     pen.drawImage(
-      pixelsOf(numbers, rows.length, count, [0, 1], kind),
+      makeMapCanvas(numbers, rows.length, count, [0, 1], kind),
       left,
       top,
       width - left,
       tall,
     );
-    pen.fillStyle = ink("panel");
+    pen.fillStyle = themeColour("panel");
     if (height > 6) for (const { y } of rows) pen.fillRect(left, y + height - 1, width - left, 1);
   }
 
@@ -182,8 +182,8 @@ function makeChart(host, run, view, onChoose) {
     let before = "";
     for (const { name, site, y } of inView) {
       pen.textAlign = name === undefined ? "right" : "left";
-      pen.font = name === undefined ? monoOf(10) : fontOf(11, 600);
-      pen.fillStyle = ink(name === undefined ? "ink-3" : "ink");
+      pen.font = name === undefined ? monoFontText(10) : fontText(11, 600);
+      pen.fillStyle = themeColour(name === undefined ? "ink-3" : "ink");
       if (name !== undefined) {
         pen.fillText(name, 0, y);
         before = "";
@@ -193,7 +193,7 @@ function makeChart(host, run, view, onChoose) {
       const part = height >= 11 ? run.sites[site].path : path.split(".").slice(0, 2).join(".");
       const middle = y + height / 2;
       if (part === before || middle < end + 11) continue;
-      pen.fillText(shortened(pen, part, left - 8), left - 6, middle);
+      pen.fillText(shortenToWidth(pen, part, left - 8), left - 6, middle);
       before = part;
       end = middle;
     }
@@ -222,8 +222,8 @@ function makeChart(host, run, view, onChoose) {
     const series = view.series;
     const height = TOP + (series ? LOSS : 0);
     const words = series ? aboutLoss(series) : "Findings by step";
-    const [canvas, pen] = canvasOf(plot.width, height, { role: "img", "aria-label": words });
-    const [over, overPen] = canvasOf(plot.width, height);
+    const [canvas, pen] = makeCanvas(plot.width, height, { role: "img", "aria-label": words });
+    const [over, overPen] = makeCanvas(plot.width, height);
     over.className = "over";
     above.replaceChildren(canvas, over);
     plot.lossPen = overPen;
@@ -242,7 +242,7 @@ function makeChart(host, run, view, onChoose) {
       ? `${valueText(Math.min(...numbers))} to ${valueText(Math.max(...numbers))}`
       : "no finite number";
     const count = bad.filter(Boolean).length;
-    const broken = count
+    const breakableText = count
       ? `, NaN or infinity at ${count} of ${steps.length} ${each > 1 ? "points" : "steps"}`
       : "";
     return `${name}, step ${steps[0]} to ${steps.at(-1)}: ${range}${broken}`;
@@ -258,23 +258,23 @@ function makeChart(host, run, view, onChoose) {
     const bottom = TOP + LOSS - 8;
     const y = (number) => bottom - 2 - ((LOSS - 16) * (size(number) - from)) / (to - from || 1);
     pen.textBaseline = "top";
-    pen.font = fontOf(11, 600);
-    pen.fillStyle = ink("ink");
-    pen.fillText(shortened(pen, name, left - 44), 0, TOP);
-    pen.font = fontOf(11);
-    pen.fillStyle = ink("ink-3");
+    pen.font = fontText(11, 600);
+    pen.fillStyle = themeColour("ink");
+    pen.fillText(shortenToWidth(pen, name, left - 44), 0, TOP);
+    pen.font = fontText(11);
+    pen.fillStyle = themeColour("ink-3");
     if (isLog) pen.fillText("log", 0, TOP + 14);
     pen.textAlign = "right";
-    pen.font = monoOf(10);
+    pen.font = monoFontText(10);
     if (numbers.length) {
       pen.fillText(numberText(most, 2), left - 6, TOP);
       pen.fillText(numberText(least, 2), left - 6, bottom - 11);
     }
-    pen.strokeStyle = ink("line");
+    pen.strokeStyle = themeColour("line");
     pen.strokeRect(left, bottom + 0.5, width - left, 0);
     const places = steps.map(placeOfStep);
     if (each > 1) {
-      pen.strokeStyle = ink("line-strong");
+      pen.strokeStyle = themeColour("line-strong");
       pen.beginPath();
       places.forEach((x, index) => {
         if (!isNumber(low[index])) return;
@@ -283,7 +283,7 @@ function makeChart(host, run, view, onChoose) {
       });
       pen.stroke();
     }
-    pen.strokeStyle = ink("ink-2");
+    pen.strokeStyle = themeColour("ink-2");
     pen.lineWidth = 1.3;
     pen.beginPath();
     let isDown = false;
@@ -293,17 +293,17 @@ function makeChart(host, run, view, onChoose) {
       isDown = isNumber(number);
     });
     pen.stroke();
-    pen.fillStyle = ink("error");
+    pen.fillStyle = themeColour("error");
     bad.forEach((isBad, index) => {
       if (isBad) pen.fillRect(places[index] - 1, bottom - 6, 2, 6);
     });
   }
 
   function drawSteps() {
-    const [canvas, pen] = canvasOf(plot.width, 20);
+    const [canvas, pen] = makeCanvas(plot.width, 20);
     below.replaceChildren(canvas);
-    pen.font = monoOf(10);
-    pen.fillStyle = ink("ink-3");
+    pen.font = monoFontText(10);
+    pen.fillStyle = themeColour("ink-3");
     pen.textBaseline = "top";
     const ticks = stepTicks(run, plot.width < 420 ? 3 : 6);
     let end = -Infinity;
@@ -331,7 +331,7 @@ function makeChart(host, run, view, onChoose) {
     for (const site of finding ? [finding.row, ...finding.also] : []) {
       const top = plot.placeOf.get(site);
       const isOrigin = site === finding.row && finding.level !== "note";
-      pen.fillStyle = ink(isOrigin ? finding.level : "follows");
+      pen.fillStyle = themeColour(isOrigin ? finding.level : "follows");
       if (top !== undefined)
         pen.fillRect(left - 4, top - map.scrollTop, 3, Math.max(1, height - 0.5));
     }
@@ -344,14 +344,14 @@ function makeChart(host, run, view, onChoose) {
         [pen, Math.min(seen, total - map.scrollTop)],
         [lossPen, plot.lossHeight],
       ]) {
-        brush.strokeStyle = ink(name);
+        brush.strokeStyle = themeColour(name);
         brush.lineWidth = thick;
         brush.strokeRect(x(column), brush === pen ? 0 : TOP - 2, 0, end);
       }
     }
     const top = plot.placeOf.get(view.site);
     if (top === undefined) return;
-    pen.strokeStyle = ink("accent");
+    pen.strokeStyle = themeColour("accent");
     pen.strokeRect(left - 1, top - map.scrollTop - 1, width - left + 1, height + 1);
     speak();
   }
@@ -414,20 +414,20 @@ function makeChart(host, run, view, onChoose) {
 
   function aboutCell(site, column) {
     const span = run.columns[column];
-    const loss = lossAt(view.series, span);
-    const logged = loss ? [soft(` · ${view.series.name} `), loss] : [];
-    if (site === undefined) return [strong(stepText(span)), ...logged];
+    const loss = loggedNumberText(view.series, span);
+    const logged = loss ? [spanElement(` · ${view.series.name} `), loss] : [];
+    if (site === undefined) return [boldElement(stepText(span)), ...logged];
     const number = run.extremeOf(span, site);
     const lines = [
-      strong(run.sites[site].label),
-      soft(` ${stepText(span)}`),
+      boldElement(run.sites[site].label),
+      spanElement(` ${stepText(span)}`),
       ...logged,
       element("br"),
     ];
-    lines.push(soft(`${run.titleOf(run.number)} `), valueText(number, run.number) || "none");
+    lines.push(spanElement(`${run.titleOf(run.number)} `), valueText(number, run.number) || "none");
     const times = number / run.medianOf(site);
     if (view.isUsual && Number.isFinite(times))
-      lines.push(soft(" · "), `${numberText(times, 2)} × median`);
+      lines.push(spanElement(" · "), `${numberText(times, 2)} × median`);
     if (span.bad[site]) lines.push(" · ", element("span", { class: "error" }, "NaN or infinity"));
     return lines;
   }
@@ -441,7 +441,7 @@ function makeChart(host, run, view, onChoose) {
   );
   map.addEventListener("keydown", (event) => {
     const row = plot?.order.indexOf(view.site) ?? -1;
-    const step = gridStep(event);
+    const step = gridStepOfKey(event);
     if (!step || row < 0) return;
     const [down, right] = step;
     event.preventDefault();
@@ -455,7 +455,7 @@ function makeChart(host, run, view, onChoose) {
 }
 
 // The logged number nearest before or in a column, as text.
-function lossAt(series, span) {
+function loggedNumberText(series, span) {
   if (!series || !span) return "";
   const index = series.steps.findLastIndex((step) => step <= span.last);
   if (index < 0) return "";

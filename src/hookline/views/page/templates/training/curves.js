@@ -43,7 +43,7 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
 
   function head({ label }) {
     const span = run.columns[view.column];
-    const loss = lossAt(view.series, span);
+    const loss = loggedNumberText(view.series, span);
     const about = [
       span ? `${stepText(span)} of ${run.status.step?.toLocaleString("en")}` : "no step",
     ];
@@ -77,7 +77,7 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
             element(
               "span",
               { class: "next" },
-              soft(`Then, of ${finding.follows.toLocaleString("en")} that follow:`),
+              spanElement(`Then, of ${finding.follows.toLocaleString("en")} that follow:`),
               ...next.map((site) => linkTo(site, run.sites[site].label)),
             ),
           );
@@ -193,14 +193,14 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
       ? `${run.titleOf(run.number)} of ${label}, ${spanText()}: ` +
         `${valueText(axis.low)} to ${valueText(axis.high)}`
       : `${label}: no number`;
-    const picture = shape("svg", {
+    const picture = svgElement("svg", {
       viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
       preserveAspectRatio: "none",
       role: "img",
       "aria-label": words,
     });
     picture.append(
-      shape("rect", {
+      svgElement("rect", {
         class: "ground",
         x: LEFT,
         y: 4,
@@ -211,11 +211,11 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
     if (axis) picture.append(...drawn(site, axis, isChosen));
     else
       picture.append(
-        shape("text", { x: WIDTH / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no numbers"),
+        svgElement("text", { x: WIDTH / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no numbers"),
       );
     picture.append(
-      ...broken(site),
-      shape("path", { class: "guide", d: `M${x(view.column)} 4V${HEIGHT - 4}` }),
+      ...nonFiniteMarks(site),
+      svgElement("path", { class: "guide", d: `M${x(view.column)} 4V${HEIGHT - 4}` }),
     );
     picture.addEventListener("click", (event) => {
       const box = picture.getBoundingClientRect();
@@ -227,7 +227,7 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
     return element(
       "section",
       { class: `curve ${isBackward ? "bwd" : "fwd"}` },
-      element("h3", {}, isChosen ? label : linkTo(site, label), soft(about)),
+      element("h3", {}, isChosen ? label : linkTo(site, label), spanElement(about)),
       picture,
       isChosen ? ranksKey() : null,
     );
@@ -238,14 +238,16 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
 
   function drawn(site, axis, isChosen) {
     const text = (number, y) =>
-      shape("text", { x: LEFT - 5, y, "text-anchor": "end" }, numberText(number, 2));
+      svgElement("text", { x: LEFT - 5, y, "text-anchor": "end" }, numberText(number, 2));
     const parts = [text(axis.high, 12), text(axis.low, HEIGHT - 5)];
     const median = run.medianOf(site);
-    if (run.isWide()) parts.push(shape("path", { class: "band", d: bandPath(site, axis) }));
+    if (run.isWide()) parts.push(svgElement("path", { class: "band", d: bandPath(site, axis) }));
     if (!axis.isLog || median > 0)
-      parts.push(shape("path", { class: "median", d: `M${LEFT} ${axis.y(median)}H${WIDTH - 4}` }));
+      parts.push(
+        svgElement("path", { class: "median", d: `M${LEFT} ${axis.y(median)}H${WIDTH - 4}` }),
+      );
     parts.push(
-      shape("path", {
+      svgElement("path", {
         class: "line",
         d: linePath(
           run.columns.map(({ at }) => at[site]),
@@ -256,7 +258,7 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
     const ranks = isChosen ? view.ranks : [];
     ranks.forEach((numbers, rank) => {
       const style = `stroke: ${RANK_COLOURS[rank % RANK_COLOURS.length]}`;
-      parts.push(shape("path", { class: "line rank", style, d: linePath(numbers, axis) }));
+      parts.push(svgElement("path", { class: "line rank", style, d: linePath(numbers, axis) }));
     });
     return parts;
   }
@@ -284,14 +286,14 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
     return bars.join("");
   }
 
-  function broken(site) {
+  function nonFiniteMarks(site) {
     const width = Math.max(1.5, (WIDTH - LEFT) / Math.max(1, run.columns.length));
     return run.columns.flatMap(({ bad, at }, column) => {
       const name = bad[site] ? "bad-step" : at[site] === 0 && view.isUsual ? "zero-step" : "";
       if (!name) return [];
       const top = bad[site] ? HEIGHT - 11 : 5;
       return [
-        shape("rect", {
+        svgElement("rect", {
           class: name,
           x: x(column) - width / 2,
           y: top,

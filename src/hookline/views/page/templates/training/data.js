@@ -3,7 +3,7 @@
 
 const LARGEST = 3.4028e38; // greater numbers than float32 holds came as its greatest
 const isNumber = (number) => number !== null && number !== undefined && !Number.isNaN(number);
-const floatsOf = (text) => new Float32Array(bytesOf(text).buffer);
+const decodeFloats = (text) => new Float32Array(decodeBase64(text).buffer);
 
 function valueText(number, name = "") {
   if (!isNumber(number)) return "";
@@ -54,7 +54,7 @@ function makeRun() {
     run.number = answer.number;
     run.stride = answer.stride;
     takeColumns(answer);
-    run.now = floatsOf(answer.now);
+    run.now = decodeFloats(answer.now);
     run.findings = answer.findings;
     run.notes = answer.notes;
     extents = [];
@@ -64,8 +64,8 @@ function makeRun() {
 
   function takeColumns(answer) {
     const count = run.sites.length;
-    const [last, low, high] = answer.values.map(floatsOf);
-    const bad = bytesOf(answer.bad);
+    const [last, low, high] = answer.values.map(decodeFloats);
+    const bad = decodeBase64(answer.bad);
     run.columns.length = answer.from;
     answer.firsts.forEach((first, index) => {
       const part = (numbers) => numbers.subarray(index * count, (index + 1) * count);
@@ -125,7 +125,7 @@ const jointExtent = (extents) => ({
 });
 
 // A scale takes a number to a place from 0 to 1. Magnitudes over two decades are logarithmic.
-function scaleOf({ low, high, tiny }, isSigned = low < 0) {
+function makeScale({ low, high, tiny }, isSigned = low < 0) {
   if (low > high) return null;
   if (isSigned) {
     const top = Math.max(-low, high);
@@ -161,7 +161,7 @@ const stepText = ({ first, last }) =>
     : `steps ${first.toLocaleString("en")} to ${last.toLocaleString("en")}`;
 
 // Round numbers of which `count` or so lie between two.
-function ticksOf(from, to, count = 5) {
+function roundTicks(from, to, count = 5) {
   const rough = (to - from) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
@@ -181,6 +181,6 @@ function stepTicks({ columns }, count) {
     const places = Array.from({ length: most + 1 }, (_, k) => Math.round((k * end) / most));
     return places.map((index) => [index, columns[index].last]);
   }
-  const whole = ticksOf(columns[0].first, columns[end].last, count).filter(Number.isInteger);
+  const whole = roundTicks(columns[0].first, columns[end].last, count).filter(Number.isInteger);
   return whole.map((step) => [columns.findIndex(({ last }) => last >= step), step]);
 }

@@ -2,7 +2,7 @@
 // depth; the curves of the chosen site. It takes new steps in place.
 
 (async () => {
-  const core = await unpack(byId("core").textContent);
+  const core = await unpackJson(byId("core").textContent);
   const isServed = state !== undefined;
   const address = new URLSearchParams(isServed ? location.search : "");
   const run = makeRun();
@@ -83,7 +83,7 @@
     );
     const buttons = [...list.querySelectorAll(".finding")];
     view.finding = chosen ? buttons.findIndex((button) => button.textContent === chosen) : -1;
-    pressFinding(view.finding);
+    markPressedFinding(view.finding);
     buttons[index]?.focus();
   }
 
@@ -115,7 +115,7 @@
     const isMagnitude = extents.every(({ low }) => low >= 0);
     view.isUsual = choice.scale === "usual" && isMagnitude;
     view.isSigned = !isMagnitude;
-    view.shared = choice.scale === "all" ? scaleOf(jointExtent(extents), view.isSigned) : null;
+    view.shared = choice.scale === "all" ? makeScale(jointExtent(extents), view.isSigned) : null;
     view.nothing = "No site of this kind has this number.";
     if (run.status.n_steps <= 0) view.nothing = "No step was reported yet.";
     else if (query)
@@ -151,10 +151,10 @@
   }
 
   function showLegend(extents) {
-    const scale = view.shared ?? scaleOf(jointExtent(extents));
+    const scale = view.shared ?? makeScale(jointExtent(extents));
     const parts = [];
     if (view.isUsual) {
-      parts.push([colourKey("signed", "÷ 1000", "× 1000"), "of its median"]);
+      parts.push([colourBar("signed", "÷ 1000", "× 1000"), "of its median"]);
       parts.push([element("i", { class: "key-zero" }), "zero"]);
     } else if (scale) {
       const ends = view.shared
@@ -164,13 +164,13 @@
           : ["least", "greatest"];
       const of = view.shared ? "of all rows" : "of each row";
       parts.push([
-        colourKey(scale.isSigned ? "signed" : "plain", ...ends),
+        colourBar(scale.isSigned ? "signed" : "plain", ...ends),
         scale.isLog ? `${of}, logarithmic` : of,
       ]);
     }
     parts.push([element("i", { class: "key-hatch" }), "NaN or infinity"]);
     if (run.isWide()) parts.push([`a column is ${run.stride} steps, by its most unusual number`]);
-    byId("legend").replaceChildren(...legendOf(parts));
+    byId("legend").replaceChildren(...legendParts(parts));
   }
 
   // -- choosing ----------------------------------------------------------------------------------
@@ -196,7 +196,7 @@
 
   function chooseFinding(index) {
     view.finding = view.finding === index ? -1 : index;
-    pressFinding(view.finding);
+    markPressedFinding(view.finding);
     const finding = run.findings[view.finding];
     if (!finding || finding.row === null) {
       if (run.columns.length) chart.mark();
@@ -241,7 +241,7 @@
       if (choice[name] && choice[name] !== value) parameters.set(name, choice[name]);
     if (search.value.trim()) parameters.set("q", search.value.trim());
     const step = run.columns[view.column]?.last;
-    noteInAddress(parameters, run.sites[view.site]?.label, isAtEnd ? "" : `&step=${step}`);
+    writeToAddress(parameters, run.sites[view.site]?.label, isAtEnd ? "" : `&step=${step}`);
   }
 
   // Choose what the address names; false if it names nothing.
@@ -285,15 +285,15 @@
   });
   document.addEventListener("keydown", (event) => {
     const keys = { findings: run.findings, view, onFinding: chooseFinding, onEscape: closePane };
-    if (answerKey(event, keys)) return;
+    if (handleFindingKeys(event, keys)) return;
     if (event.key === "Enter" && event.target === chart.grid) {
-      enterPane();
+      openAndFocusPane();
     } else if (["ArrowDown", "ArrowUp"].includes(event.key) && event.target === document.body) {
       event.preventDefault();
       chart.grid.focus();
     }
   });
-  onTheme(render);
+  onThemeChange(render);
 
   // -- following ---------------------------------------------------------------------------------
 
@@ -352,10 +352,10 @@
     if (!answer) return;
     if (answer.state && answer.state !== state) return location.reload();
     if (!answer.state)
-      return say(
+      return showStatusText(
         `${answer.gone} The page shows an earlier state and updates when the run is back.`,
       );
-    say("");
+    showStatusText("");
     const isNew = run.take(answer);
     // the usual one, if it is not here
     if (isNew && choice.number === number) choice.number = run.number;

@@ -26,17 +26,19 @@ function treeSvg({ core, view, shown, wires, joins, columns, isFlat }) {
   const width = left + nameWidth + widths.reduce((a, b) => a + b, 0);
   const x = left - 8;
   const y = (place) => LINE * (place + 1.5);
-  const svg = shape("svg", {
+  const svg = svgElement("svg", {
     xmlns: "http://www.w3.org/2000/svg",
     width,
     height: LINE * (shown.length + 1) + 8,
     "font-family": "ui-monospace, Menlo, Consolas, monospace",
     "font-size": 12,
-    fill: ink("ink"),
+    fill: themeColour("ink"),
   });
-  svg.append(shape("rect", { width: "100%", height: "100%", fill: ink("panel") }));
+  svg.append(svgElement("rect", { width: "100%", height: "100%", fill: themeColour("panel") }));
   columns.forEach(({ title }, k) =>
-    svg.append(shape("text", { x: starts[k], y: LINE * 0.8, fill: ink("ink-2") }, title)),
+    svg.append(
+      svgElement("text", { x: starts[k], y: LINE * 0.8, fill: themeColour("ink-2") }, title),
+    ),
   );
   for (const [start, end, lane] of wires) {
     const side = x - 8 * lane;
@@ -45,35 +47,41 @@ function treeSvg({ core, view, shown, wires, joins, columns, isFlat }) {
       ? `M${x} ${top}Q${side} ${top} ${side} ${top + 10}V${foot - 10}Q${side} ${foot} ${x} ${foot}`
       : `M${x} ${top}V${foot}`;
     svg.append(
-      shape("path", {
+      svgElement("path", {
         d: path,
         fill: "none",
-        stroke: ink(lane ? "ink-3" : "line-strong"),
+        stroke: themeColour(lane ? "ink-3" : "line-strong"),
         "stroke-width": 1.5,
       }),
     );
   }
   shown.forEach((row, place) => {
-    const fill = view.own?.colourOf(row) ?? ink(view.levels[row] ?? "ink-3");
+    const fill = view.own?.colourOf(row) ?? themeColour(view.levels[row] ?? "ink-3");
     svg.append(
-      shape("circle", { cx: x, cy: y(place), r: 3.5, fill }),
-      shape("text", { x: left + indent(row), y: y(place) + 4 }, names[place]),
+      svgElement("circle", { cx: x, cy: y(place), r: 3.5, fill }),
+      svgElement("text", { x: left + indent(row), y: y(place) + 4 }, names[place]),
       ...table[place].map((text, k) =>
-        shape("text", { x: starts[k], y: y(place) + 4, fill: ink("ink-2") }, text),
+        svgElement("text", { x: starts[k], y: y(place) + 4, fill: themeColour("ink-2") }, text),
       ),
     );
   });
   for (const place of joins) {
     const at = y(place) - LINE / 2;
     svg.append(
-      shape("circle", { cx: x, cy: at, r: 4.5, fill: ink("panel"), stroke: ink("ink-2") }),
-      shape("path", { d: `M${x - 3} ${at}h6M${x} ${at - 3}v6`, stroke: ink("ink-2") }),
+      svgElement("circle", {
+        cx: x,
+        cy: at,
+        r: 4.5,
+        fill: themeColour("panel"),
+        stroke: themeColour("ink-2"),
+      }),
+      svgElement("path", { d: `M${x - 3} ${at}h6M${x} ${at - 3}v6`, stroke: themeColour("ink-2") }),
     );
   }
   return svg.outerHTML;
 }
 
-function saveText(name, text, type) {
+function downloadText(name, text, type) {
   const address = URL.createObjectURL(new Blob([text], { type }));
   const link = element("a", { href: address, download: name });
   link.click();

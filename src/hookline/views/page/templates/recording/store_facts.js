@@ -4,7 +4,7 @@ function showStore({ facts, origin, shards, nShards, skipped, nSkipped }) {
   const sheet = (title, ...nodes) =>
     element("details", { class: "more" }, element("summary", {}, title), ...nodes.filter(Boolean));
   const rest = (shown, all) =>
-    shown < all ? quiet(`and ${(all - shown).toLocaleString("en")} more`) : null;
+    shown < all ? quietParagraph(`and ${(all - shown).toLocaleString("en")} more`) : null;
   const isRagged = shards.some(([, items, rows]) => items !== rows);
   const lines = shards.map(([file, items, rows, size]) => {
     const counts = isRagged ? [items, rows] : [items];
@@ -16,7 +16,7 @@ function showStore({ facts, origin, shards, nShards, skipped, nSkipped }) {
       numbersList(facts),
       nSkipped
         ? sheet(
-            `${counted(nSkipped, "item")} skipped`,
+            `${pluralText(nSkipped, "item")} skipped`,
             smallTable(
               ["Item", "Why"],
               skipped.map(([item, why]) => [item.toLocaleString("en"), why]),
@@ -24,7 +24,7 @@ function showStore({ facts, origin, shards, nShards, skipped, nSkipped }) {
             rest(skipped.length, nSkipped),
           )
         : null,
-      sheet(counted(nShards, "shard"), smallTable(titles, lines), rest(shards.length, nShards)),
+      sheet(pluralText(nShards, "shard"), smallTable(titles, lines), rest(shards.length, nShards)),
       sheet(
         "Origin",
         numbersList(origin.map(([name, text]) => [name, text, false, text.length > 12])),

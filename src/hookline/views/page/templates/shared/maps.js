@@ -10,14 +10,14 @@ function drawMaps(host, sets, view, redraw, { choices = null, onTile = null } = 
   const had = host.contains(document.activeElement) ? document.activeElement.id : "";
   for (const part of [...host.children]) if (part !== choices) part.remove();
   if (choices && !choices.isConnected) host.append(choices);
-  host.prepend(barOf(base, view, redraw, Boolean(choices)));
+  host.prepend(mapsBar(base, view, redraw, Boolean(choices)));
   for (const set of sets)
-    host.append(...pictureOf(set, Math.max(200, host.clientWidth), view, onTile));
+    host.append(...mapsPicture(set, Math.max(200, host.clientWidth), view, onTile));
   host.querySelectorAll("canvas").forEach((canvas, k) => (canvas.id = `map-${k}`));
   if (had) byId(had)?.focus({ preventScroll: true });
 }
 
-function barOf(base, view, redraw, hasChoices) {
+function mapsBar(base, view, redraw, hasChoices) {
   const isTable = base.kind === "table";
   const all = `${base.tiles.length} of ${base.of.toLocaleString("en")}`;
   const size = `${base.rows.toLocaleString("en")} × ${base.columns.toLocaleString("en")}`;
@@ -34,7 +34,7 @@ function barOf(base, view, redraw, hasChoices) {
     "div",
     { class: "maps-bar" },
     element("h3", {}, TITLES[base.kind]),
-    soft(about.join("; ")),
+    spanElement(about.join("; ")),
     element("span", { class: "grow" }),
   );
   if (isTable) return bar;
@@ -64,7 +64,7 @@ function barOf(base, view, redraw, hasChoices) {
 }
 
 // The range of colours of maps; signed ones are centred at zero. NaN if no number is finite.
-function rangeOf(tiles, isSigned) {
+function colourRange(tiles, isSigned) {
   const finite = tiles.filter(({ lo }) => lo !== null);
   if (!finite.length) return [NaN, NaN];
   const low = Math.min(...finite.map(({ lo }) => lo));
@@ -80,28 +80,28 @@ const rangeText = ([low, high], digits, from = "") =>
     : `${from}${numberText(low, digits)} to ${numberText(high, digits)}`;
 
 // The legend of maps with a scale each. Signed colours are about zero, whatever is least.
-const ownScaleKey = (isSigned) =>
-  isSigned ? colourKey("signed", "below 0", "above 0") : colourKey("plain", "least", "greatest");
+const ownScaleColourBar = (isSigned) =>
+  isSigned ? colourBar("signed", "below 0", "above 0") : colourBar("plain", "least", "greatest");
 
 // The legend of maps; `isOwn` if each has its own scale.
-function keyOf(tiles, isSigned, isOwn) {
-  const range = rangeOf(tiles, isSigned);
-  if (Number.isNaN(range[0])) return soft(rangeText(range));
-  if (isOwn) return ownScaleKey(isSigned);
-  return colourKey(isSigned ? "signed" : "plain", ...range.map((number) => numberText(number)));
+function mapsLegend(tiles, isSigned, isOwn) {
+  const range = colourRange(tiles, isSigned);
+  if (Number.isNaN(range[0])) return spanElement(rangeText(range));
+  if (isOwn) return ownScaleColourBar(isSigned);
+  return colourBar(isSigned ? "signed" : "plain", ...range.map((number) => numberText(number)));
 }
 
-function pictureOf({ name, ink: colour, maps }, width, view, onTile) {
+function mapsPicture({ name, ink: colour, maps }, width, view, onTile) {
   const { kind, tiles, bits } = maps;
-  for (const tile of tiles) tile.numbers ??= decoded(tile, bits);
+  for (const tile of tiles) tile.numbers ??= decodeNumbers(tile, bits);
   const isTable = kind === "table";
   const isSigned = Math.min(...tiles.map(({ lo }) => lo)) < 0;
   const isOwn = !isTable && !view.isShared;
-  const range = rangeOf(tiles, isSigned);
-  const form = formOf(maps, width);
-  const many = counted(tiles.length, isTable ? "map" : kind.slice(0, -1));
-  const words = `${name}: ${many} ${rangeText(rangeOf(tiles, false), 3, "from ")}`;
-  const [canvas, pen] = canvasOf(width, form.height, {
+  const range = colourRange(tiles, isSigned);
+  const form = tileLayout(maps, width);
+  const many = pluralText(tiles.length, isTable ? "map" : kind.slice(0, -1));
+  const words = `${name}: ${many} ${rangeText(colourRange(tiles, false), 3, "from ")}`;
+  const [canvas, pen] = makeCanvas(width, form.height, {
     role: "img",
     tabindex: 0,
     "aria-label": `${words}. Arrow keys read the numbers.`,
@@ -112,18 +112,24 @@ function pictureOf({ name, ink: colour, maps }, width, view, onTile) {
       form,
       maps,
       isSigned,
-      range: isOwn ? rangeOf([tile], isSigned) : range,
+      range: isOwn ? colourRange([tile], isSigned) : range,
       isTable,
     }),
   );
   const readout = element("span", { class: "readout", "aria-live": "polite" });
-  listenTo(canvas, { name, maps, form, readout, onTile: maps.isPlaced ? onTile : null });
+  readNumbersAtPointer(canvas, {
+    name,
+    maps,
+    form,
+    readout,
+    onTile: maps.isPlaced ? onTile : null,
+  });
   return [
     element(
       "div",
       { class: "maps-key" },
       element("b", { class: colour }, name),
-      keyOf(tiles, isSigned, isOwn),
+      mapsLegend(tiles, isSigned, isOwn),
       element("span", { class: "grow" }),
       readout,
     ),
@@ -132,7 +138,7 @@ function pictureOf({ name, ink: colour, maps }, width, view, onTile) {
 }
 
 // Where the tiles lie.
-function formOf({ kind, tiles, h, w }, width) {
+function tileLayout({ kind, tiles, h, w }, width) {
   const GAP = 4;
   if (kind === "table") {
     const height = h === 1 ? 22 : clamp(h * clamp(Math.floor(width / w), 3, 12), 24, 320);
@@ -149,14 +155,14 @@ function formOf({ kind, tiles, h, w }, width) {
 
 function drawTile(pen, tile, [x, y], { form, maps, isSigned, range, isTable }) {
   const { tileWidth, tileHeight } = form;
-  const pixels = pixelsOf(tile.numbers, maps.h, maps.w, range, isSigned ? "signed" : "plain");
+  const pixels = makeMapCanvas(tile.numbers, maps.h, maps.w, range, isSigned ? "signed" : "plain");
   pen.drawImage(pixels, x, y, tileWidth, tileHeight);
-  pen.strokeStyle = ink("line");
+  pen.strokeStyle = themeColour("line");
   pen.lineWidth = 1;
   pen.strokeRect(x + 0.5, y + 0.5, tileWidth - 1, tileHeight - 1);
   if (isTable) return;
-  pen.font = monoOf(10);
-  pen.fillStyle = ink("ink-3");
+  pen.font = monoFontText(10);
+  pen.fillStyle = themeColour("ink-3");
   pen.textBaseline = "top";
   pen.fillText(String(tile.c), x, y + tileHeight + 3);
   if (tileWidth < 64) return;
@@ -167,20 +173,20 @@ function drawTile(pen, tile, [x, y], { form, maps, isSigned, range, isTable }) {
 }
 
 // How far a number may be from the value's, half a code, where its four digits do not hold that.
-function errorText(number, { lo, hi }, bits) {
+function roundingErrorText(number, { lo, hi }, bits) {
   const error = (hi / 2 - lo / 2) / (2 ** bits - 2);
   const last = number ? 10 ** (Math.floor(Math.log10(Math.abs(number))) - 3) : 0;
   return error > last / 2 ? ` ± ${numberText(error, 1)}` : "";
 }
 
 // Read numbers by pointer and by keyboard.
-function listenTo(canvas, { name, maps, form, readout, onTile = null }) {
+function readNumbersAtPointer(canvas, { name, maps, form, readout, onTile = null }) {
   const { tiles, h, w, bits } = maps;
   let cell = tiles[0].cell ?? [0, 0, 0]; // the tile, the row and the column
   const words = ([index, row, column]) => {
     const tile = tiles[index];
     const number = tile.numbers[row * w + column];
-    const error = errorText(number, tile, bits);
+    const error = roundingErrorText(number, tile, bits);
     const down = Math.floor((row * maps.rows) / h);
     const across = Math.floor((column * maps.columns) / w);
     const channel = maps.kind === "channels" ? `channel ${tile.c}, ` : "";
@@ -207,7 +213,8 @@ function listenTo(canvas, { name, maps, form, readout, onTile = null }) {
     const at = hit(event);
     if (!at) return hideTip();
     const [number, error, place] = words(at);
-    return showTip([strong(number), soft(error), element("br"), soft(place)], event);
+    const nodes = [boldElement(number), spanElement(error), element("br"), spanElement(place)];
+    return showTip(nodes, event);
   });
   canvas.addEventListener("mouseleave", hideTip);
   canvas.addEventListener("click", (event) => {

@@ -6,7 +6,7 @@
 // Optional: `headOf(column)` makes a header cell's content, `sortOf(column)` its aria-sort;
 // `onDraw(first, last)` follows each drawing; `onKey(event)` may take a key; with `folds`, the mark
 // alone opens and closes a row, and Enter is left to `onKey`.
-function makeRows(host, options) {
+function makeRowGrid(host, options) {
   const { label, columns, rowClass, onChoose, onToggle, folds = false } = options;
   const { headOf = (column) => column.title, sortOf = () => null } = options;
   const { onDraw = () => {}, onKey = () => false, height: HEIGHT = 28 } = options;

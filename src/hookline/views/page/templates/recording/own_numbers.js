@@ -3,7 +3,7 @@
 // Read a file's text: {"site": number}, [{"site": …, "number": …}], or lines of `site,number`.
 // Returns the numbers by site, and how many sites have none.
 function parseNumbers(text) {
-  const pairs = /^\s*[[{]/.test(text) ? pairsOfJson(JSON.parse(text)) : pairsOfLines(text);
+  const pairs = /^\s*[[{]/.test(text) ? parseJsonPairs(JSON.parse(text)) : parseLinePairs(text);
   const numbers = new Map();
   for (const [site, number] of pairs)
     if (Number.isFinite(number)) numbers.set(String(site).trim(), number);
@@ -11,34 +11,34 @@ function parseNumbers(text) {
 }
 
 // null and an empty text would be 0.
-const givenNumber = (part) =>
+const numberOrNaN = (part) =>
   typeof part === "number" || (typeof part === "string" && part.trim()) ? Number(part) : NaN;
 
-function pairsOfJson(data) {
+function parseJsonPairs(data) {
   if (!Array.isArray(data))
-    return Object.entries(data).map(([site, number]) => [site, givenNumber(number)]);
+    return Object.entries(data).map(([site, number]) => [site, numberOrNaN(number)]);
   return data.map((row) => {
     const parts = Array.isArray(row) ? row : Object.values(row);
     const site = parts.find((part) => typeof part === "string");
-    return [site, givenNumber(parts.find((part) => typeof part === "number"))];
+    return [site, numberOrNaN(parts.find((part) => typeof part === "number"))];
   });
 }
 
 // The last comma or tab divides: a site may have commas. A heading has no number, and is left out.
-function pairsOfLines(text) {
+function parseLinePairs(text) {
   const pairs = text
     .split(/\r?\n/)
     .filter((line) => line.trim())
     .map((line) => {
       const place = Math.max(line.lastIndexOf(","), line.lastIndexOf("\t"), line.lastIndexOf(";"));
-      const number = place < 0 ? NaN : givenNumber(line.slice(place + 1));
+      const number = place < 0 ? NaN : numberOrNaN(line.slice(place + 1));
       return [line.slice(0, place).replace(/^"|"$/g, ""), number];
     });
   return pairs.filter(([, number], place) => place || Number.isFinite(number));
 }
 
 // The numbers by row, and the scale of their colours; `missing` sites have no row.
-function numbersOfRows(core, numbers) {
+function numbersByRow(core, numbers) {
   const byRow = new Map();
   let missing = 0;
   for (const [site, number] of numbers) {

@@ -1,6 +1,6 @@
 // The depth strip: the outputs from left to right in firing order, and what their gradients are.
 
-function makeStrip(host, core, chosen, onChoose) {
+function makeDepthStrip(host, core, chosen, onChoose) {
   const { rows, values } = core;
   const TOP = 16;
   const BOTTOM = 16;
@@ -59,7 +59,7 @@ function makeStrip(host, core, chosen, onChoose) {
         ink: "bwd",
         height: 48,
         isLog: true,
-        number: (row) => normOfAll(core, gradients[row]),
+        number: (row) => normOfValues(core, gradients[row]),
         isBad: (row) => gradients[row].some(bad),
       },
     ];
@@ -122,8 +122,8 @@ function makeStrip(host, core, chosen, onChoose) {
     const lanes = lanesOf(table);
     const height = TOP + lanes.reduce((sum, lane) => sum + lane.height + GAP, 0) + BOTTOM;
     plot.height = height;
-    const [canvas, pen] = canvasOf(width, height, sliderAttributes());
-    const [over, overPen] = canvasOf(width, height);
+    const [canvas, pen] = makeCanvas(width, height, sliderAttributes());
+    const [over, overPen] = makeCanvas(width, height);
     over.className = "over";
     over.style.left = style.paddingLeft;
     Object.assign(plot, { canvas, pen, overPen });
@@ -154,7 +154,7 @@ function makeStrip(host, core, chosen, onChoose) {
 
   function drawGrounds(parts) {
     const { pen, x, step, height } = plot;
-    pen.fillStyle = ink("sunk");
+    pen.fillStyle = themeColour("sunk");
     parts.forEach(({ first, last }, index) => {
       if (index % 2)
         pen.fillRect(
@@ -191,16 +191,16 @@ function makeStrip(host, core, chosen, onChoose) {
     const { pen, width, left, isNarrow } = plot;
     const scale = scaled(lane);
     const bottom = lane.y + lane.height;
-    pen.strokeStyle = ink("line");
+    pen.strokeStyle = themeColour("line");
     pen.lineWidth = 1;
     pen.strokeRect(left, bottom + 0.5, width - RIGHT - left, 0);
     pen.textAlign = "left";
     pen.textBaseline = "top";
-    pen.font = fontOf(11, 600);
-    pen.fillStyle = ink("ink");
+    pen.font = fontText(11, 600);
+    pen.fillStyle = themeColour("ink");
     pen.fillText(isNarrow ? (lane.short ?? lane.name) : lane.name, 0, lane.y);
-    pen.fillStyle = ink("ink-3");
-    pen.font = fontOf(11);
+    pen.fillStyle = themeColour("ink-3");
+    pen.font = fontText(11);
     if (!isNarrow) pen.fillText(lane.about, 0, lane.y + 14);
     if (!scale.isEmpty) drawEnds(lane, scale);
     if (lane.isBars) drawBars(lane, scale);
@@ -211,7 +211,7 @@ function makeStrip(host, core, chosen, onChoose) {
   function drawEnds(lane, { low, high }) {
     const { pen, left, isNarrow } = plot;
     const text = (number) => (lane.isLog ? numberText(10 ** number, 2) : number ? "100 %" : "0");
-    pen.font = monoOf(10);
+    pen.font = monoFontText(10);
     pen.textAlign = "right";
     pen.textBaseline = "top";
     if (!isNarrow || !lane.isBars) pen.fillText(text(high), left - 5, lane.y + (isNarrow ? 13 : 0));
@@ -223,7 +223,7 @@ function makeStrip(host, core, chosen, onChoose) {
     const { pen, x, step } = plot;
     heights.forEach((number, place) => {
       if (!(number > 0)) return;
-      pen.fillStyle = ink(number === 1 ? "warning" : "line-strong");
+      pen.fillStyle = themeColour(number === 1 ? "warning" : "line-strong");
       const top = at(number);
       pen.fillRect(
         x(place) - Math.max(0.6, step * 0.36),
@@ -238,7 +238,7 @@ function makeStrip(host, core, chosen, onChoose) {
     const { pen, x, line } = plot;
     const trunk = new Set(core.trunk);
     const isMany = line.length > MANY;
-    pen.fillStyle = ink(`${lane.ink}-soft`);
+    pen.fillStyle = themeColour(`${lane.ink}-soft`);
     const dot = (place, radius) => {
       if (isMany) return pen.fillRect(x(place) - 1, at(heights[place]) - 1, 2, 2);
       pen.beginPath();
@@ -248,7 +248,7 @@ function makeStrip(host, core, chosen, onChoose) {
     heights.forEach((number, place) => {
       if (number !== null) dot(place, 1.6);
     });
-    pen.strokeStyle = ink(lane.ink);
+    pen.strokeStyle = themeColour(lane.ink);
     pen.lineWidth = 1.6;
     pen.lineJoin = "round";
     pen.beginPath();
@@ -263,7 +263,7 @@ function makeStrip(host, core, chosen, onChoose) {
       isDown = number !== null;
     });
     pen.stroke();
-    pen.fillStyle = ink(lane.ink);
+    pen.fillStyle = themeColour(lane.ink);
     if (!isMany) for (const place of knots) dot(place, 2.4);
   }
 
@@ -286,9 +286,9 @@ function makeStrip(host, core, chosen, onChoose) {
     pen.beginPath();
     pen.rect(x, y, width, height);
     pen.clip();
-    pen.fillStyle = ink("error-soft");
+    pen.fillStyle = themeColour("error-soft");
     pen.fillRect(x, y, width, height);
-    pen.strokeStyle = ink("error");
+    pen.strokeStyle = themeColour("error");
     pen.globalAlpha = 0.55;
     pen.lineWidth = 1;
     pen.beginPath();
@@ -302,7 +302,7 @@ function makeStrip(host, core, chosen, onChoose) {
 
   function drawNames(parts) {
     const { pen, x, step, height } = plot;
-    pen.font = fontOf(11);
+    pen.font = fontText(11);
     pen.textAlign = "center";
     pen.textBaseline = "middle";
     // Of many numbered blocks only every fifth, or tenth, is named.
@@ -319,13 +319,13 @@ function makeStrip(host, core, chosen, onChoose) {
       const isLong = pen.measureText(name).width >= wide + 6 && name !== stem(row);
       const isRepeated = stems.filter((other) => other === stem(row)).length > 2;
       if (isLong && isRepeated) name = name.slice(stem(row).length);
-      pen.fillStyle = ink("line-strong");
+      pen.fillStyle = themeColour("line-strong");
       pen.fillRect(start, height - BOTTOM - 3, 1, 5);
       const room = pen.measureText(name).width;
       const fits = every > 1 ? /^\d+$/.test(name) && Number(name) % every === 0 : room < wide + 6;
       const from = start + wide / 2 - room / 2;
       if (!fits || from < end + 4 || from + room > plot.width) continue;
-      pen.fillStyle = ink("ink-3");
+      pen.fillStyle = themeColour("ink-3");
       pen.fillText(name, start + wide / 2, height - BOTTOM / 2);
       end = from + room;
     }
@@ -347,7 +347,7 @@ function makeStrip(host, core, chosen, onChoose) {
     for (const { row, level } of shown.reverse()) {
       const place = row === null ? undefined : placeOf(row);
       if (place === undefined || level === "note") continue;
-      pen.strokeStyle = ink(level);
+      pen.strokeStyle = themeColour(level);
       pen.lineWidth = 1;
       pen.globalAlpha = 0.5;
       pen.strokeRect(x(place), TOP, 0, height - BOTTOM - 4 - TOP);
@@ -362,7 +362,7 @@ function makeStrip(host, core, chosen, onChoose) {
     const { overPen: pen, x, step, width, height } = plot;
     pen.clearRect(0, 0, width, height);
     const finding = findings[chosen.finding];
-    pen.fillStyle = ink("follows");
+    pen.fillStyle = themeColour("follows");
     for (const row of finding && isOfPass(finding, plot.table.pass) ? finding.also : []) {
       const place = plot.places.get(row);
       if (place !== undefined)
@@ -379,7 +379,7 @@ function makeStrip(host, core, chosen, onChoose) {
       [hovered, "ink-3", 1],
     ].filter(([place]) => place !== undefined);
     for (const [place, name, thick] of lines) {
-      pen.strokeStyle = ink(name);
+      pen.strokeStyle = themeColour(name);
       pen.lineWidth = thick;
       pen.strokeRect(x(place), TOP - 2, 0, height - TOP - BOTTOM + 2);
     }
@@ -415,31 +415,32 @@ function makeStrip(host, core, chosen, onChoose) {
   function aboutRow(row) {
     const { output } = plot.table.main[row];
     const gradients = plot.gradients[row];
-    const broken = (value) =>
+    const breakableText = (value) =>
       values.bad[value]
         ? [
             " · ",
             element(
               "span",
               { class: "error" },
-              `${counted(values.bad[value], "element")} not finite`,
+              `${pluralText(values.bad[value], "element")} not finite`,
             ),
           ]
         : [];
-    const lines = [strong(rows.label[row]), soft(` ${core.types[rows.type[row]]}`), element("br")];
+    const type = spanElement(` ${core.types[rows.type[row]]}`);
+    const lines = [boldElement(rows.label[row]), type, element("br")];
     if (output !== undefined)
       lines.push(
-        soft("std "),
+        spanElement("std "),
         numberText(values.std[output]),
-        soft(" · zeros "),
+        spanElement(" · zeros "),
         shareText(values.zeros[output]),
-        ...broken(output),
+        ...breakableText(output),
         element("br"),
       );
     if (gradients.length)
       lines.push(
-        soft("gradient norm "),
-        numberText(normOfAll(core, gradients)),
+        spanElement("gradient norm "),
+        numberText(normOfValues(core, gradients)),
         ...gradients.flatMap(broken),
       );
     return lines;
@@ -450,12 +451,12 @@ function makeStrip(host, core, chosen, onChoose) {
     const key = (name) => element("i", { class: `key-${name}` });
     const hasZero = plot.line.some((row) => values.zeros[plot.table.main[row].output] === 1);
     byId("strip-legend").replaceChildren(
-      ...legendOf([
+      ...legendParts([
         [key("line"), trunk ? `outputs of ${trunk}` : "outputs"],
         [key("dot"), "of other modules"],
         [key("hatch"), "NaN or infinity"],
         ...(hasZero ? [[key("zeros"), "all zero"]] : []),
-        [glyph("error"), glyph("warning"), "a finding begins"],
+        [levelIcon("error"), levelIcon("warning"), "a finding begins"],
         [key("also"), "what follows from the chosen one, also at the edge of rows"],
       ]),
     );

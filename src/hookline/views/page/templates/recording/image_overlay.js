@@ -7,18 +7,18 @@ const ABOUT_CAM =
 // Draw maps over the image in an element. `over` is { image, size, sets, why }; `sets` are those of
 // the value and its gradient, whose channels can be laid over the image, too. Returns a function
 // that shows a channel.
-function drawOver(host, over, sets, view) {
-  const options = over?.why ? [] : optionsOf(over?.sets ?? [], over?.image ? sets : []);
+function drawImageOverlay(host, over, sets, view) {
+  const options = over?.why ? [] : overlayOptions(over?.sets ?? [], over?.image ? sets : []);
   if (!options.length) {
-    host.replaceChildren(...(over?.why ? [quiet(over.why)] : []));
+    host.replaceChildren(...(over?.why ? [quietParagraph(over.why)] : []));
     return null;
   }
   const figures = element("div", { class: "over-figures" });
   const readout = element("span", { class: "over-readout", "aria-live": "polite" });
-  const about = quiet();
+  const about = quietParagraph();
   const scale = element("span");
   const titles = options.map(({ key, text }) => [key, text]);
-  const select = menuOf(titles, view.over, show, { id: "over-map" });
+  const select = makeMenu(titles, view.over, show, { id: "over-map" });
   const title = over.image ? "Over the input" : "At the patches";
   const label = element(
     "label",
@@ -46,13 +46,13 @@ function drawOver(host, over, sets, view) {
     const input = element("img", { src: over.image, alt: "The input" });
     input.style.cssText = `width: ${width}px; height: ${height}px`;
     figures.replaceChildren(
-      ...(over.image ? [figureOf(width, input, "Input", "")] : []),
+      ...(over.image ? [captionedFigure(width, input, "Input", "")] : []),
       ...option.maps.flatMap((maps) =>
-        maps.tiles.map((tile) => overFigure(option, maps, tile, place)),
+        maps.tiles.map((tile) => overlayFigure(option, maps, tile, place)),
       ),
     );
     figures.querySelectorAll("canvas").forEach((canvas, k) => (canvas.id = `over-${k}`));
-    scale.replaceChildren(keyOf(tiles, isSigned, true));
+    scale.replaceChildren(mapsLegend(tiles, isSigned, true));
     about.replaceChildren(...option.about);
     readout.textContent = "";
   }
@@ -62,7 +62,7 @@ function drawOver(host, over, sets, view) {
 }
 
 // What can be laid over the image: { key, text, at, about, maps }.
-function optionsOf(ready, sets) {
+function overlayOptions(ready, sets) {
   const options = ready.map((maps) => ({
     key: maps.kind,
     text: maps.kind === "cam" ? "Grad-CAM" : "Norm over channels",
@@ -87,62 +87,64 @@ function optionsOf(ready, sets) {
 
 const aboutCam = ({ at }) =>
   at
-    ? ["At ", element("code", {}, ...broken(at)), ", the last layer with a map. ", ABOUT_CAM]
+    ? ["At ", element("code", {}, ...breakableText(at)), ", the last layer with a map. ", ABOUT_CAM]
     : [ABOUT_CAM];
 
 function aboutNorm({ rows, columns, prefix }) {
   const places = `Of the channels at each of ${rows} × ${columns} places.`;
   if (!prefix.length) return [places];
   const norms = prefix.map((norm) => numberText(norm, 4) || "NaN or infinity").join(", ");
-  return [`${places} Before the patches: ${counted(prefix.length, "token")}, norm ${norms}.`];
+  return [`${places} Before the patches: ${pluralText(prefix.length, "token")}, norm ${norms}.`];
 }
 
-function overFigure({ text, at }, maps, tile, { image, width, height, readout, isSigned }) {
+function overlayFigure({ text, at }, maps, tile, { image, width, height, readout, isSigned }) {
   const { h, w, bits } = maps;
-  const numbers = (tile.numbers ??= decoded(tile, bits));
+  const numbers = (tile.numbers ??= decodeNumbers(tile, bits));
   const name = `${text}${at}, ${tile.c}`;
-  const [canvas, pen] = canvasOf(width, height, {
+  const [canvas, pen] = makeCanvas(width, height, {
     role: "img",
     tabindex: 0,
-    "aria-label": `${name}: ${wordsOf(tile, h, w)}. Arrow keys read the numbers.`,
+    "aria-label": `${name}: ${mapText(tile, h, w)}. Arrow keys read the numbers.`,
   });
   pen.imageSmoothingEnabled = false; // each cell is one number
-  const pixels = pixelsOf(numbers, h, w, rangeOf([tile], isSigned), isSigned ? "signed" : "plain");
+  const kind = isSigned ? "signed" : "plain";
+  const pixels = makeMapCanvas(numbers, h, w, colourRange([tile], isSigned), kind);
   pen.drawImage(pixels, 0, 0, width, height);
   const table = { ...maps, kind: "table", down: "row", tiles: [tile] };
-  listenTo(canvas, {
+  readNumbersAtPointer(canvas, {
     name,
     maps: table,
     form: { tileWidth: width, tileHeight: height, at: () => [0, 0] },
     readout,
   });
   const ground = image ? element("img", { src: image, alt: "" }) : null;
-  const range = rangeText(rangeOf([tile], false), 2);
+  const range = rangeText(colourRange([tile], false), 2);
   const box = element("div", { class: image ? "over-image" : "" }, ground, canvas);
-  return figureOf(width, box, `${tile.c[0].toUpperCase()}${tile.c.slice(1)}`, range);
+  return captionedFigure(width, box, `${tile.c[0].toUpperCase()}${tile.c.slice(1)}`, range);
 }
 
-function figureOf(width, picture, caption, range) {
-  const figure = element("figure", {}, picture, element("figcaption", {}, caption, soft(range)));
+function captionedFigure(width, picture, caption, range) {
+  const words = element("figcaption", {}, caption, spanElement(range));
+  const figure = element("figure", {}, picture, words);
   figure.style.width = `${width}px`;
   return figure;
 }
 
 // A map in words: its size, its range, and where it is greatest.
-function wordsOf(tile, h, w) {
+function mapText(tile, h, w) {
   const { numbers } = tile;
   let most = 0;
   numbers.forEach((number, place) => {
     if (number > numbers[most] || Number.isNaN(numbers[most])) most = place;
   });
-  const range = rangeOf([tile], false);
+  const range = colourRange([tile], false);
   const words = `${h} × ${w} numbers ${rangeText(range, 4, "from ")}`;
   const place = `row ${Math.floor(most / w)}, column ${most % w}`;
   return Number.isNaN(range[0]) ? words : `${words}, the greatest at ${place}`;
 }
 
 // The highest classes of one sample, with their scores and shares.
-function scoresSection({ classes, samples, sample, top, is_share: isShare }) {
+function classScoresSection({ classes, samples, sample, top, is_share: isShare }) {
   const of = samples > 1 ? `sample ${sample} of ${samples.toLocaleString("en")}; ` : "";
   const items = top.map(([index, number, share]) =>
     element(
@@ -168,11 +170,11 @@ function scoresSection({ classes, samples, sample, top, is_share: isShare }) {
       "div",
       { class: "maps-bar" },
       element("h3", { id: "scores-heading" }, "Highest classes"),
-      soft(`${of}${top.length} of ${counted(classes, "class", "classes")}`),
+      spanElement(`${of}${top.length} of ${pluralText(classes, "class", "classes")}`),
     ),
     top.length
       ? element("ol", { class: "classes", "aria-labelledby": "scores-heading" }, items)
       : null,
-    quiet(top.length ? about : "The scores of this sample hold NaN or infinity."),
+    quietParagraph(top.length ? about : "The scores of this sample hold NaN or infinity."),
   );
 }

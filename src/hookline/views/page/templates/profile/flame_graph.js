@@ -4,7 +4,7 @@ const PHASES = ["forward", "backward", "recompute"];
 const AROUND = 3; // the place of costs that belong to no module
 
 // Complete the calls: who called each, and the costs by number and phase.
-function readCalls(calls, around) {
+function linkCalls(calls, around) {
   const top = {
     path: "all",
     calls: 0,
@@ -29,7 +29,7 @@ function readCalls(calls, around) {
 }
 
 // `typeOf(path)` gives a module's type, which has one colour; `onChoose(path)` is told of a choice.
-function makeFlame(host, top, { typeOf, textOf, onChoose, say }) {
+function makeFlameGraph(host, top, { typeOf, textOf, onChoose, onReadout }) {
   const ROW = 21;
   let cost = "seconds";
   let phase = -1; // all
@@ -73,7 +73,7 @@ function makeFlame(host, top, { typeOf, textOf, onChoose, say }) {
     const height = ROW * (1 + Math.max(...bars.map(({ depth }) => depth)));
     const all = textOf(cost, top.sum);
     const about = `Calls as nested bars, ${all} in all. Arrow keys move from bar to bar.`;
-    const [canvas, pen] = canvasOf(width, height, {
+    const [canvas, pen] = makeCanvas(width, height, {
       role: "img",
       tabindex: 0,
       "aria-label": about,
@@ -88,17 +88,17 @@ function makeFlame(host, top, { typeOf, textOf, onChoose, say }) {
 
   function paint(pen, { node, x, width, depth }) {
     const y = depth * ROW;
-    pen.fillStyle = typeOf(node.path) ? colourOf(typeOf(node.path)) : ink("line");
+    pen.fillStyle = typeOf(node.path) ? colourOf(typeOf(node.path)) : themeColour("line");
     pen.fillRect(x, y, Math.max(width - 1, 0.75), ROW - 1);
     if (node === chosen) {
-      pen.strokeStyle = ink("ink");
+      pen.strokeStyle = themeColour("ink");
       pen.lineWidth = 2;
       pen.strokeRect(x + 1, y + 1, Math.max(width - 3, 1), ROW - 3);
     }
     if (width < 24) return;
     const words = node === top ? "all" : nameOf(node);
-    pen.font = monoOf(11);
-    pen.fillStyle = ink("ink");
+    pen.font = monoFontText(11);
+    pen.fillStyle = themeColour("ink");
     pen.textBaseline = "middle";
     pen.save();
     pen.beginPath();
@@ -128,10 +128,10 @@ function makeFlame(host, top, { typeOf, textOf, onChoose, say }) {
       share && `${share} of all`,
       `itself ${textOf(cost, own(chosen))}`,
     ];
-    if (chosen.calls) facts.push(counted(chosen.calls, "call"));
+    if (chosen.calls) facts.push(pluralText(chosen.calls, "call"));
     const type = typeOf(chosen.path);
     const name = type ? `${chosen.path} (${type})` : chosen.path;
-    say(`${name}: ${facts.filter(Boolean).join(", ")}`);
+    onReadout(`${name}: ${facts.filter(Boolean).join(", ")}`);
   }
 
   function choose(node, zooms) {
@@ -157,7 +157,12 @@ function makeFlame(host, top, { typeOf, textOf, onChoose, say }) {
       const share = top.sum ? shareText(bar.node.sum / top.sum) : "";
       const words = [textOf(cost, bar.node.sum), share].filter(Boolean).join(", ");
       return showTip(
-        [strong(bar.node.path), soft(` ${typeOf(bar.node.path)}`), element("br"), words],
+        [
+          boldElement(bar.node.path),
+          spanElement(` ${typeOf(bar.node.path)}`),
+          element("br"),
+          words,
+        ],
         event,
       );
     });

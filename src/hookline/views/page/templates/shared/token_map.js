@@ -8,7 +8,7 @@ const TOKEN_NUMBERS = {
 };
 
 // Draw in an element. `ask(sample)` gives the numbers; `onChoose(row)` is told of the chosen block.
-function makeTokens(host, { ask, onChoose = () => {} }) {
+function makeTokenMap(host, { ask, onChoose = () => {} }) {
   const box = element("div", { class: "token-map" });
   const bar = element("div", { class: "bar choices" });
   host.replaceChildren(bar, box);
@@ -58,7 +58,10 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
     map.show({ rows: data.names, columns, values, marks: [] });
     const most = 10 ** map.largest;
     const times = Number.isFinite(most) ? numberText(most, 2) : "1";
-    legend.replaceChildren(colourKey("signed", `÷ ${times}`, `× ${times}`), soft(" of the median"));
+    legend.replaceChildren(
+      colourBar("signed", `÷ ${times}`, `× ${times}`),
+      spanElement(" of the median"),
+    );
   }
 
   const legend = element("span", { class: "legend" });
@@ -83,9 +86,9 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
     if (bar.dataset.key === key) return;
     bar.dataset.key = key;
     bar.replaceChildren(
-      ...(names.length > 1 ? [element("label", {}, "Number ", menuOf(titles, name, turn))] : []),
+      ...(names.length > 1 ? [element("label", {}, "Number ", makeMenu(titles, name, turn))] : []),
       ...(data.samples > 1
-        ? [element("label", {}, "Sample ", sample, soft(` of ${data.samples}`))]
+        ? [element("label", {}, "Sample ", sample, spanElement(` of ${data.samples}`))]
         : []),
       element("span", { class: "grow" }),
       legend,
@@ -106,7 +109,7 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
 }
 
 // Offer the list of a page and its tokens × depth as two views. Returns a function that shows one.
-function makeViews({ onList = () => {}, onTokens }) {
+function makeViewSwitch({ onList = () => {}, onTokens }) {
   const turn = (isTokens) => {
     byId("view-tokens").setAttribute("aria-pressed", String(isTokens));
     byId("view-list").setAttribute("aria-pressed", String(!isTokens));
