@@ -2,7 +2,8 @@
 
     python -m benchmarks.porting [TOOL ...]
 
-The faults are those of the tests (`tests/ported.py`). Tools that are not installed are left out.
+The faults are those of the tests (`tests/ported_transformer.py`). Tools that are not installed are left
+out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 import hookline as hl
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-ported = importlib.import_module("ported")
+ported = importlib.import_module("ported_transformer")
 
 # The path that a tool names, as in the original; None for none.
 Tool = Callable[[nn.Module, nn.Module, Callable[[str], str]], str | None]

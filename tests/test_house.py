@@ -15,7 +15,7 @@ import hookline as hl
 import hookline.data
 import hookline.models
 import hookline.views
-from source import DEFINITION, FUNCTION, SRC, functions, parsed, texts
+from package_source import DEFINITION, FUNCTION, SRC, functions, parsed, texts
 
 BLOCK = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 # Names that say nothing of what they hold.

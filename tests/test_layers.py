@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hookline.engine import OPEN
-from source import DEFINITION, FUNCTION, SRC, module_of, parsed, statements, texts
+from package_source import DEFINITION, FUNCTION, SRC, module_of, parsed, statements, texts
 
 # The rooms from the roof down, as docs/architecture.md draws them. A file may import from its own
 # room and from those below it.

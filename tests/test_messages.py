@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hookline as hl
-from source import parsed, texts
+from package_source import parsed, texts
 
 
 def said(action) -> str:

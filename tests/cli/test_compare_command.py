@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import hookline as hl
 from hookline.cli.app import app
-from packed_pages import data_of
+from page_data import data_of
 
 
 @pytest.fixture(scope="module")

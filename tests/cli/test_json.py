@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import hookline as hl
 from hookline.cli.app import app
+from package_source import SRC
 from small_stores import write_store
-from source import SRC
 
 FAILING = """
 from torch import nn

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hookline.cli.app import app
-from packed_pages import data_of
+from page_data import data_of
 
 
 def run(*arguments):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from hookline.cli.app import app
 from hookline.cli.python_to_commands import PHRASES, python_to_commands
-from source import texts
+from package_source import texts
 
 NETS = """
 from torch import nn

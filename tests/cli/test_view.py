@@ -22,7 +22,7 @@ import hookline as hl
 from hookline.cli import main
 from hookline.cli.app import app
 from hookline.views.page import LimitedServer
-from packed_pages import core_of
+from page_data import core_of
 
 
 @pytest.fixture(scope="module")

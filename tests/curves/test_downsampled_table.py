@@ -10,7 +10,7 @@ from torch import nn
 import hookline as hl
 from hookline.curves import RunReader
 from hookline.curves.downsampled_table import DownsampledTable
-from runs import layout_of, report_of
+from monitor_runs import layout_of, report_of
 
 NAN = float("nan")
 

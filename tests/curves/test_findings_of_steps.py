@@ -11,7 +11,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.curves.findings import judge_steps
-from runs import layout_of, report_of
+from monitor_runs import layout_of, report_of
 
 NAN = float("nan")
 

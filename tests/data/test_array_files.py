@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from source_checks import alike, run, said, source_of, whole
+from data_source_checks import alike, run, said, source_of, whole
 from thoroughness import examples
 
 ROWS = np.arange(60, dtype=np.float32).reshape(10, 3, 2)

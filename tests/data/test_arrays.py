@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from data_source_checks import run, said, source_of
 from hookline.data import arrays
 from hookline.data.arrays import array_items
-from source_checks import run, said, source_of
 
 
 def test_a_batch_is_a_copy_of_the_users_rows():

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from source_checks import alike, run, said, source_of, whole
+from data_source_checks import alike, run, said, source_of, whole
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from source_checks import alike, run, said, source_of, whole
+from data_source_checks import alike, run, said, source_of, whole
 
 pictures = pytest.importorskip("PIL.Image")
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 import hookline as hl
+from data_source_checks import Counting, Random, Squares, alike, run, said, source_of
 from hookline.data.indexed_source import RawBatch
-from source_checks import Counting, Random, Squares, alike, run, said, source_of
 
 
 class WorkerAware(Dataset):

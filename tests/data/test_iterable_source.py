@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import hookline as hl
-from source_checks import Counting, run, said, source_of
+from data_source_checks import Counting, run, said, source_of
 
 
 def ready(n=3) -> Iterator:

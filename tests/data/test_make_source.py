@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 
 import hookline as hl
+from data_source_checks import Counting, Random, Squares, alike, all_numbers, run, said, source_of
 from hookline.data.fingerprints import fingerprint
 from hookline.engine.pytree.tree import tensors
-from source_checks import Counting, Random, Squares, alike, all_numbers, run, said, source_of
 from thoroughness import examples
 
 

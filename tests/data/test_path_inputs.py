@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from source_checks import said, source_of
+from data_source_checks import said, source_of
 
 
 def test_a_path_that_does_not_exist_is_refused_with_the_nearest(tmp_path):

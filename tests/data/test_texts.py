@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
+from data_source_checks import run, said, source_of, whole
 from hookline.data import texts
-from source_checks import run, said, source_of, whole
 from thoroughness import examples
 
 LINES = ["one", "zwei drei", "", "vier", "fünf", "  "]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import hookline as hl
-from forks import child
+from forked_children import child
 from hookline.files import folder_lock as module
 from hookline.files.folder_or_url import LocalPlace, locked
 

@@ -1,7 +1,7 @@
 """The tables of docs/where-it-works.md, from the marks on the tests that prove their cells.
 
-A test that goes over the regimes of tests/each_regime.py, by `@each("values")`, proves theirs; so
-does one over those of tests/each_again.py, by `@each_again("sweep")`.
+A test that goes over the regimes of tests/regime_cases.py, by `@each("values")`, proves theirs; so
+does one over those of tests/rerun_regimes.py, by `@each_again("sweep")`.
 
     @pytest.mark.cell("autocast", "record", "edit")                      # works
     @pytest.mark.cell("autocast", "statistics", note="In float32.")      # works, with a condition
@@ -147,12 +147,12 @@ def _cells_of(path: Path) -> Iterator[Cell]:
         for mark in node.decorator_list:
             name = ast.unparse(mark.func) if isinstance(mark, ast.Call) else ""
             if name == "each":
-                from each_regime import told  # it loads torch
+                from regime_cases import told  # it loads torch
 
                 for regime, tried in told(ast.literal_eval(mark.args[0])):
                     yield Cell(regime, tried, "", "", test)
             if name == "each_again":
-                from each_again import told_again
+                from rerun_regimes import told_again
 
                 for regime, tried in told_again(ast.literal_eval(mark.args[0])):
                     yield Cell(regime, tried, "", "", test)
@@ -246,6 +246,6 @@ def page(text: str, found: list[Cell]) -> str:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))  # of each_regime.py
+    sys.path.insert(0, str(HERE.parent))  # of regime_cases.py
     PAGE.write_text(page(PAGE.read_text(), cells()))
     PROOFS.write_text(proofs(cells()))

@@ -1,6 +1,6 @@
 """In each regime the verbs do by numbers what torch's own hooks do, and change no bit themselves.
 
-The regimes are entries of tests/each_regime.py. What has a shape of its own is a test of its own.
+The regimes are entries of tests/regime_cases.py. What has a shape of its own is a test of its own.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from by_torch import (
     triple,
     tripled,
 )
-from each_regime import NO_MONITOR, PORTS, each, loss_of, of_input, recursive, silent, step
-from forks import child
+from forked_children import child
+from regime_cases import NO_MONITOR, PORTS, each, loss_of, of_input, recursive, silent, step
 from zoo import ROWS, BlockInRegion, Delegating, rows_net
 
 both_ports = pytest.mark.parametrize("site", PORTS)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 from hookline.engine.passes.passes import THREAD
 from hookline.errors import AttachError, HooklineWarning
-from meeting import in_autograds_thread
+from second_thread import in_autograds_thread
 
 anywhere = pytest.mark.parametrize("run_in", [operator.call, in_autograds_thread])
 both = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import hookline as hl
-from parallel import EVERYTHING, half, images, llama, loss_of, recorded, sharded, tokens
+from distributed_models import EVERYTHING, half, images, llama, loss_of, recorded, sharded, tokens
 from processes import on_ranks
 from zoo import conv_net
 

@@ -23,7 +23,7 @@ from torch.testing import assert_close
 
 import hookline as hl
 from by_torch import clipped_by_torch, measured, triple, tripled
-from parallel import gated, half, images, loss_of, mesh, rows, sentences, sharded, stack
+from distributed_models import gated, half, images, loss_of, mesh, rows, sentences, sharded, stack
 from processes import on_ranks
 from zoo import conv_net
 

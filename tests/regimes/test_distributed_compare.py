@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hookline as hl
-from parallel import half, llama, sharded, split, tokens
+from distributed_models import half, llama, sharded, split, tokens
 from processes import on_ranks
 
 CLOSE = 2e-6

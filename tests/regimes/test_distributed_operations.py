@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import hookline as hl
-from parallel import (
+from distributed_models import (
     half,
     llama,
     loss_of,

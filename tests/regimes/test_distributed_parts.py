@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing import assert_close
 
 import hookline as hl
-from parallel import CPU
+from distributed_models import CPU
 from processes import on_ranks, ranks_of
 
 pytestmark = pytest.mark.processes

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import hookline as hl
-from parallel import (
+from distributed_models import (
     EVERYTHING,
     half,
     images,

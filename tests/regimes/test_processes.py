@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hookline as hl
-from forks import child
+from forked_children import child
 from hookline.util import fork_safe_lock
 
 pytestmark = [

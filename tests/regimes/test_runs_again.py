@@ -1,6 +1,6 @@
 """Verbs that run the model themselves: in each regime they give the numbers of torch's own hooks.
 
-The regimes are entries of tests/each_again.py. Models are in eval mode.
+The regimes are entries of tests/rerun_regimes.py. Models are in eval mode.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import hookline as hl
 from by_torch import seen_by_torch
-from each_again import each_again
+from rerun_regimes import each_again
 
 
 def unwrapped(model):

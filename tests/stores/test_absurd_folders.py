@@ -20,7 +20,7 @@ from torch import nn
 from xxhash import xxh3_64_intdigest
 
 import hookline as hl
-from forks import child
+from forked_children import child
 from hookline.files.sealed_json import seal_json
 from hookline.stores import merge
 from thoroughness import examples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forks import child
+from forked_children import child
 from hookline.util.creating_process import CreatingProcess
 
 

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from forks import child, forked
+from forked_children import child, forked
 from hookline.util.fork_safe_handle import ForkSafeHandle
 
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import hookline as hl
-from alive import Alive
 from hookline.engine.attention import pattern
 from hookline.statistics.value_statistics import BLOCK_NUMEL
+from tensor_memory import Alive
 
 TOKENS = 1024
 BLOCK = 1 << 17  # scores, so 128 queries

@@ -6,7 +6,7 @@ import torch
 
 from hookline.engine.autograd import view_hooks
 from hookline.engine.autograd.view_hooks import GradHook, hook_value_gradient
-from meeting import Meanwhile, ToldLock
+from second_thread import Meanwhile, ToldLock
 
 
 class Slow(GradHook):

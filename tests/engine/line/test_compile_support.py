@@ -22,7 +22,7 @@ from hookline.engine.line import compile_support as module
 from hookline.engine.line.compile_support import stale_forward_text
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import Tap
-from meeting import Meanwhile, ToldLock
+from second_thread import Meanwhile, ToldLock
 from warm import run_python
 from zoo import Step, steps
 

@@ -15,7 +15,7 @@ from torch.nn.modules import module as tables
 from torch.optim import optimizer as steps
 
 import hookline as hl
-from meeting import Meanwhile, ToldLock
+from second_thread import Meanwhile, ToldLock
 
 MODULE_KINDS = ["forward_pre", "forward", "backward_pre", "backward"]
 STATE_KINDS = ["state_dict_pre", "state_dict", "load_state_dict_pre", "load_state_dict"]

@@ -17,7 +17,7 @@ from torch.nn.modules import module as tables
 
 import hookline as hl
 from hookline.engine.line import registration
-from meeting import Meanwhile, ToldLock
+from second_thread import Meanwhile, ToldLock
 from zoo import Two
 
 MODULE_KINDS = ["forward_pre", "forward", "backward_pre", "backward"]

@@ -15,7 +15,7 @@ import hookline as hl
 from hookline.engine.torch_private import autograd, hooks, modes
 from hookline.engine.torch_private import modules as internals
 from hookline.engine.torch_private.graph import checkpoint, fused_ops
-from meeting import Meanwhile
+from second_thread import Meanwhile
 
 
 @pytest.mark.parametrize(

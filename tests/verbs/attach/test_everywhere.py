@@ -18,7 +18,7 @@ from torch.nn.modules import module as tables
 from torch.testing import assert_close
 
 import hookline as hl
-from meeting import in_autograds_thread
+from second_thread import in_autograds_thread
 from thoroughness import examples, tries
 
 MODULE_KINDS = ["forward_pre", "forward", "backward_pre", "backward"]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from meeting import in_autograds_thread
+from second_thread import in_autograds_thread
 
 
 def backward(model, image):

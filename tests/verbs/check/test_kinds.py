@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.engine import backward_number
-from meeting import in_autograds_thread
+from second_thread import in_autograds_thread
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*degrees of freedom"),

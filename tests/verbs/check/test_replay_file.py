@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import hookline as hl
-from forks import child
+from forked_children import child
 from hookline.cli.app import app
 from hookline.verbs.check import replay_file as situation_module
 from hookline.verbs.check.replay_file import read_saved_call

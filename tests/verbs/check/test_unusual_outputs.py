@@ -14,7 +14,7 @@ from hookline.engine import Site
 from hookline.verbs.check import unusual_outputs
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.pending_findings import PendingFindings
-from meeting import Meanwhile, ToldLock
+from second_thread import Meanwhile, ToldLock
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

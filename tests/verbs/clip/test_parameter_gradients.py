@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from meeting import Meanwhile
+from second_thread import Meanwhile
 
 
 def backward(model):

@@ -6,7 +6,7 @@ import torch
 
 from hookline.verbs.clip import report
 from hookline.verbs.clip.report import _MOST_DEFERRED, Tally
-from meeting import Meanwhile, ToldLock
+from second_thread import Meanwhile, ToldLock
 
 
 class Bound:

@@ -16,7 +16,7 @@ from torch import nn
 import hookline as hl
 from hookline.verbs.compare import prefetch
 from hookline.verbs.compare.read_sides import read_side
-from ported import IDS, net, run_of
+from ported_transformer import IDS, net, run_of
 
 
 def kinds(comparison):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from aligned import chunked, ids, model, recorded
+from aligned_models import chunked, ids, model, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore:hl.record. .* never fired")
 

@@ -10,7 +10,7 @@ import torch
 import hookline as hl
 from hookline.display.json_text import json_text
 from hookline.verbs.compare.comparison import ratio_text
-from ported import FAULTS, net, run_of
+from ported_transformer import FAULTS, net, run_of
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hookline as hl
-from ported import FAULTS, IDS, Renamed, net, run_of, with_functions
+from ported_transformer import FAULTS, IDS, Renamed, net, run_of, with_functions
 
 # Modules that a function stands for.
 pytestmark = pytest.mark.filterwarnings("ignore:hl.record. [26] of .* sites never fired")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from ported import run_of
+from ported_transformer import run_of
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
 

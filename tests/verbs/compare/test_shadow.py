@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from ported import FAULTS, IDS, Renamed, net
+from ported_transformer import FAULTS, IDS, Renamed, net
 
 IN_EVAL = [fault for fault in FAULTS if fault != "batch norm in training"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from aligned import apart, chunked, ids, model, naive, recorded
+from aligned_models import apart, chunked, ids, model, naive, recorded
 from hookline.verbs.compare.locate_tokens import ROWS, LocatedTokens, locate_tokens
 from hookline.verbs.compare.token_alignment import align_tokens
 from hookline.verbs.compare.token_layouts import HEADS, ROW, Reading

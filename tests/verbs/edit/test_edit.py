@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.verbs.edit import edits
-from meeting import Meanwhile, ToldLock
+from second_thread import Meanwhile, ToldLock
 from zoo import Two
 
 

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import hookline as hl
+from distributed_models import sharded
 from hookline.verbs.extract import collective_steps as module
-from parallel import sharded
 from thoroughness import tries
 from zoo import conv_net
 

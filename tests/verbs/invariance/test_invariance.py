@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from aligned import ids, model
+from aligned_models import ids, model
 from hookline.display.json_text import json_text
 from hookline.engine import hook_dict
 from hookline.models.torchvision_import import import_torchvision

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
-from parallel import CPU, gated, half, images, mesh, stack
+from distributed_models import CPU, gated, half, images, mesh, stack
 from processes import on_ranks
 from zoo import conv_net
 

@@ -12,7 +12,7 @@ from hookline.engine import Site
 from hookline.statistics import moments as moments_statistic
 from hookline.verbs.monitor import slots as module
 from hookline.verbs.monitor.slots import Slots
-from meeting import Meanwhile, ToldLock
+from second_thread import Meanwhile, ToldLock
 
 
 class Count:

@@ -14,7 +14,7 @@ from hookline.engine import Site
 from hookline.util import fork_safe_lock
 from hookline.verbs.monitor import training_steps
 from hookline.verbs.monitor.slots import Slots
-from meeting import Meanwhile, ToldLock, in_autograds_thread
+from second_thread import Meanwhile, ToldLock, in_autograds_thread
 
 X = torch.ones(1, 2)
 PASSES = (4, training_steps._MOST_WAITING + 4)

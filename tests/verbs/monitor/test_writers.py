@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from forks import child, told_by
+from forked_children import child, told_by
 from hookline.models.torchvision_import import import_torchvision
 
 # Each has a warning or two of its own, about names that it uses itself.

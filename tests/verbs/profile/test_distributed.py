@@ -10,8 +10,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
+from distributed_models import half, images, loss_of, sharded, stack
 from hookline.util import stopwatch
-from parallel import half, images, loss_of, sharded, stack
 from processes import on_ranks
 from zoo import conv_net
 

@@ -19,8 +19,8 @@ import hookline as hl
 from hookline.engine import FakeModel
 from hookline.util import stopwatch
 from hookline.verbs.profile import costs_by_pass
-from meeting import in_autograds_thread
-from moved_clock import moved_clock
+from movable_clock import moved_clock
+from second_thread import in_autograds_thread
 
 hand = pytest.fixture(moved_clock)
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hookline.verbs.profile import run_kinds
-from meeting import Meanwhile, ToldLock
+from second_thread import Meanwhile, ToldLock
 
 
 def test_first_runs_of_two_threads_at_once_are_one_kind(monkeypatch):

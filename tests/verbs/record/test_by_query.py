@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hookline as hl
-from alive import Alive
 from hookline.engine.attention import pattern
+from tensor_memory import Alive
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 100, 8
 

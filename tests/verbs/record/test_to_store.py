@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from forks import child, forked, told_by
+from forked_children import child, forked, told_by
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 

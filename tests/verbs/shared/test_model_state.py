@@ -17,7 +17,7 @@ from hookline.verbs.shared.model_state import (
     restore_modes_buffers_rng,
     restore_parameters,
 )
-from meeting import Meanwhile, ToldLock
+from second_thread import Meanwhile, ToldLock
 
 
 class Noting(nn.Module):

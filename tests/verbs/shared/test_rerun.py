@@ -11,7 +11,7 @@ from torch import nn
 from hookline.statistics.finiteness import probe_sum
 from hookline.verbs.shared import rerun
 from hookline.verbs.shared.rerun import RunComparison
-from meeting import Meanwhile, ToldLock
+from second_thread import Meanwhile, ToldLock
 
 BUFFERS = ["running_mean", "running_var", "num_batches_tracked"]
 

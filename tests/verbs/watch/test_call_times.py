@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 from hookline.util.stopwatch import Stopwatch
 from hookline.verbs.watch.call_times import TimedCall
-from moved_clock import moved_clock
+from movable_clock import moved_clock
 
 hand = pytest.fixture(moved_clock)
 

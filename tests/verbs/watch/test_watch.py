@@ -12,7 +12,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.verbs.watch.watch import _mean_and_std
-from meeting import Meanwhile
+from second_thread import Meanwhile
 
 
 def watched(model, *args, **options):

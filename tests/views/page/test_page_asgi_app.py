@@ -21,7 +21,7 @@ from hookline.display.units import measure
 from hookline.views.page import FolderSource, LimitedServer, OpenRecordings
 from hookline.views.page.request_guard import RequestRules
 from hookline.views.page.value_entries import read_tensor
-from packed_pages import core_of
+from page_data import core_of
 
 
 def test_it_answers_on_the_loopback_address_with_the_rows(served, runs):

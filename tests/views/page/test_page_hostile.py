@@ -14,7 +14,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.files.sealed_json import checksum, seal_json
-from packed_pages import core_of
+from page_data import core_of
 
 
 def manifest_of(folder, change):

@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
-from packed_pages import core_of
+from page_data import core_of
 from rank_folders import folder_of_ranks
 
 

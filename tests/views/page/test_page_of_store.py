@@ -17,7 +17,7 @@ from hookline.views.page import FolderSource, OpenRecordings, write_folder_conte
 from hookline.views.page.recording_data import rows_and_values_data
 from hookline.views.page.url_parameters import format_items, parse_items
 from hookline.views.page.value_entries import read_tensor
-from packed_pages import core_of
+from page_data import core_of
 from small_stores import write_store
 
 ROWS = torch.arange(20.0 * 3 * 4 * 4).reshape(20, 3, 4, 4)

@@ -12,7 +12,7 @@ from torch import nn
 import hookline as hl
 from accessibility import at_any_width, faults_of
 from hookline.display.units import count, duration
-from packed_pages import data_of
+from page_data import data_of
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from PIL import Image
 from torch import nn
 
 import hookline as hl
-from forks import child
+from forked_children import child
 from hookline.display.units import count
 from hookline.views.page import ImagesAndClasses, write_recording_page
 from hookline.views.page.value_entries import measure_values
-from packed_pages import core_of
+from page_data import core_of
 
 
 def drawn_in(text):

@@ -13,7 +13,7 @@ from torch import nn
 import hookline as hl
 from accessibility import at_any_width, faults_of
 from hookline.errors import InputError
-from packed_pages import data_of
+from page_data import data_of
 
 MINUS = "\N{MINUS SIGN}"
 WORDS = ["the", "<b>cat</b>", "sat", "the"]

@@ -17,8 +17,8 @@ from torch import nn
 import hookline as hl
 from hookline.curves import RunFolder, RunReader, StepReport
 from hookline.views.page.training_page import logged_data
-from packed_pages import data_of
-from runs import Writer, layout_of, report_of
+from monitor_runs import Writer, layout_of, report_of
+from page_data import data_of
 
 NAN = float("nan")
 

@@ -16,7 +16,7 @@ from torch import nn
 import hookline as hl
 from accessibility import at_any_width, faults_of
 from hookline.curves import RunFolder, StepReport
-from runs import Writer, layout_of, report_of
+from monitor_runs import Writer, layout_of, report_of
 
 NAN = float("nan")
 HOSTILE = '<img src=x onerror="alert(1)">'

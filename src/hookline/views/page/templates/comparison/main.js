@@ -233,7 +233,8 @@
     function numbersOf(row) {
       const isLocal = row.local !== null;
       const line = (title, about, ...cells) => [element("span", { title: about }, title), ...cells];
-      const local = [row.local, row.floor_relative].map((number) => numberText(parseNumber(number)));
+      const numbers = [row.local, row.floor_relative].map(parseNumber);
+      const local = numbers.map((number) => numberText(number));
       const lines = NUMBERS.map(([name, title, about]) => {
         const floor = parseNumber(row[`floor_${name}`]);
         const around = name === "norm_ratio" ? `1 ± ${numberText(floor, 2)}` : numberText(floor);

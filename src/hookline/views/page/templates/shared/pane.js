@@ -46,7 +46,12 @@ async function copyText(text, button) {
 }
 
 const callout = (level, ...parts) =>
-  element("div", { class: `callout ${level}-ground` }, levelIcon(level), element("span", {}, parts));
+  element(
+    "div",
+    { class: `callout ${level}-ground` },
+    levelIcon(level),
+    element("span", {}, parts),
+  );
 
 const findingCallout = ({ level, text, why, advice }, ...more) =>
   callout(

@@ -21,8 +21,8 @@ const shareBar = (share) =>
 // `searchedOf(row)` and `typeOf(row)` in lower case, `isListed(row)` if flat. Of what is drawn:
 // `columns()`, each { key, title, width, isNumber, isLeft, sortKey(row), cell(row) } and without a
 // sortKey not sorted; `isWanted(column, width)`, `nameCell(row, isFlat, isFolded)`, `classOf(row)`.
-// `chosen()` is the row that is chosen, `statusText(shown, query)` the text of the status. `onChange` is
-// told of a search and a sort, `onLayOut` and `onDraw(first, last)` of each drawing.
+// `chosen()` is the row that is chosen, `statusText(shown, query)` the text of the status.
+// `onChange` is told of a search and a sort, `onLayOut` and `onDraw(first, last)` of each drawing.
 function makeTable(host, options) {
   const { tree, labelOf, searchedOf, typeOf, isListed = () => true } = options;
   const {

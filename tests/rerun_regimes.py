@@ -19,7 +19,7 @@ from torch.ao.quantization import quantize_dynamic
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
 
-from each_regime import QUANTIZATION, SENTENCES, checkpointed, replaced
+from regime_cases import QUANTIZATION, SENTENCES, checkpointed, replaced
 from tiny_transformers import tiny
 from zoo import ROWS, Delegating, NotCheckpointed, data_parallel, encoder, int8_net, rows_net
 
