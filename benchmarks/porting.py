@@ -2,8 +2,8 @@
 
     python -m benchmarks.porting [TOOL ...]
 
-The faults are those of the tests (`tests/ported_transformer.py`). Tools that are not installed are left
-out.
+The faults are those of the tests (`tests/ported_transformer.py`). Tools that are not installed are
+left out.
 """
 
 from __future__ import annotations
