@@ -125,7 +125,9 @@ def _leaf_node(value: Any, at: str, *, is_attribute: bool) -> Node | None:
     number = value.item() if isinstance(value, np.generic) else value
     if isinstance(number, int | float | complex):
         return _number_node(number, at, is_attribute=is_attribute)
-    if isinstance(value, set | frozenset) and not any(True for _ in tree.walk(value)):
+    if isinstance(value, set | frozenset) and not any(
+        True for _ in tree.tensors_and_opaque_parts(value)
+    ):
         return _make_node(at, "same", type(value).__name__, text=str(sorted(map(repr, value))))
     if isinstance(value, _CONSTANTS) and (at or not isinstance(value, NotSaved)):
         return _make_node(at, "same", type(value).__name__, text=repr(value))

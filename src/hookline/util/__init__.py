@@ -1,1 +1,1 @@
-"""Small helpers that the standard library lacks: locks, weak maps, whole files, a stopwatch."""
+"""Small helpers that the standard library lacks: locks, weak maps, lazy imports, a stopwatch."""

@@ -183,7 +183,7 @@ class _FirstRunCalls:
         """Watch a module."""
         watched = CallList(node.module, self._add_call)
         orders = Order.OPERATIONS_BEGIN, Order.OPERATIONS_END
-        with line.all_or_nothing() as registrations:
+        with line.undo_on_error() as registrations:
             line.fast_paths.keep_padded(node)
             registrations.register_taps([
                 (AroundCall(watched.begin, watched.end, orders), node),

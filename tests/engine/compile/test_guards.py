@@ -193,7 +193,7 @@ def test_an_interrupt_at_any_line_of_unmarking_leaves_no_mark(interrupted):
     while is_interrupted:
         step += 1
         of_line = marks.ForwardMarks()
-        of_line.add([module])
+        of_line.mark_modules([module])
         assert "forward" in vars(module)
         is_interrupted = interrupted(
             step, (marks.__name__,), partial(retry_interrupted, of_line.clear)
@@ -585,6 +585,6 @@ def test_a_recompiled_graph_module_runs_its_new_graph():
 
 def test_marks_may_be_removed_while_they_are_renewed(monkeypatch):
     found = marks.ForwardMarks()
-    found.add([nn.Linear(1, 1), nn.ReLU()])
+    found.mark_modules([nn.Linear(1, 1), nn.ReLU()])
     monkeypatch.setattr(marks, "renew_mark", lambda module: found.clear())
     assert found.renew_all() == []

@@ -348,5 +348,7 @@ def test_classes_of_one_name_are_told_apart():
 
 def test_a_mapping_is_whole_if_a_key_may_hold_tensors():
     plain, held = {"a": 1, 2: None}, {(torch.zeros(1),): 1}
-    assert list(tree.walk([plain])) == []
-    assert [(leaf, part is held) for leaf, part in tree.walk([held])] == [((0,), True)]
+    assert list(tree.tensors_and_opaque_parts([plain])) == []
+    assert [(leaf, part is held) for leaf, part in tree.tensors_and_opaque_parts([held])] == [
+        ((0,), True)
+    ]

@@ -109,7 +109,7 @@ def test_borders_are_told_of_and_put_back(form):
     borders = compiled_modules.RunSubscription(told)
     borders.open()
     if form == "module.compile":
-        borders.watch(model)
+        borders.watch_module(model)
     call(X)
     assert told.heard == ["enter", "leave"]
     with pytest.raises(RuntimeError) as caught:

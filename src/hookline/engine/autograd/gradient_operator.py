@@ -4,7 +4,7 @@ A hook on a tensor in a graph can run none of hookline's Python, but it can call
 the graph runs, the operator runs Python again. The operator is defined when the first line needs
 it, since importing hookline changes nothing in torch.
 
-Dynamo puts the call of `_register_traced_hook` into the graph as it is. AOTAutograd runs this call
+Dynamo puts the call of `_hook_traced_tensor` into the graph as it is. AOTAutograd runs this call
 while it traces forward and backward, on tensors with the autograd graph of eager code. So the hook
 is put on the tensor as in eager code: over all uses, in the same order, and before later writes.
 """
@@ -90,7 +90,7 @@ def _define_operators_once() -> None:
         operator.register_fake(_do_nothing)
     for name in ("gradient", "jagged_gradient"):
         keep_operator_in_graphs(f"hookline::{name}")
-    keep_call_in_graphs(_register_traced_hook)
+    keep_call_in_graphs(_hook_traced_tensor)
     keep_call_in_graphs(_leaf_like)
 
 
@@ -110,11 +110,11 @@ def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None
             `inside`, or with `before_inside`, the unchanged gradient leaves the graph.
     """
     if on.inside is None:
-        _register_traced_hook(tensor, address, owner, True, None)
+        _hook_traced_tensor(tensor, address, owner, True, None)
         return
     leaf = _leaf_like(tensor)
     changed = _GradientChange.apply(leaf, on.inside)  # type: ignore[no-untyped-call]
-    _register_traced_hook(tensor, address, owner, on.before_inside is not None, (leaf, changed))
+    _hook_traced_tensor(tensor, address, owner, on.before_inside is not None, (leaf, changed))
 
 
 # The numbers of the tap, the run, the call within the run, and the tensor within the value.
@@ -147,7 +147,7 @@ def _leaf_like(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_()
 
 
-def _register_traced_hook(
+def _hook_traced_tensor(
     tensor: Tensor,
     address: Address,
     owner: str,

@@ -73,7 +73,7 @@ class RunSubscription:
             entry = RunSubscription._replaced_calls.get(module)
             if entry is None:
                 compiled = module.__dict__["_compiled_call_impl"]
-                replacement = partial(_call_own_compiled, weakref.ref(module), compiled)
+                replacement = partial(_call_compiled_in_place, weakref.ref(module), compiled)
                 entry = RunSubscription._replaced_calls[module] = set(), compiled, replacement
                 module.__dict__["_compiled_call_impl"] = replacement
             entry[0].add(id(self))
@@ -154,13 +154,13 @@ def force_eager() -> AbstractContextManager[Any]:
     return set_stance("force_eager") if may_have_compiled() else nullcontext()
 
 
-def _call_own_compiled(
+def _call_compiled_in_place(
     module_ref: weakref.ref[nn.Module], compiled: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     module = module_ref()
     if module is None or is_dynamo_compiling():
         return compiled(*args, **kwargs)
-    return _call_and_report(module, sys._getframe(), compiled, args, kwargs)
+    return _call_watched(module, sys._getframe(), compiled, args, kwargs)
 
 
 def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,10 +171,10 @@ def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
     if filters_guards(optimized):
         _with_fewer_guards[optimized._orig_mod] = True
     frame, call = sys._getframe(), partial(original, optimized)
-    return _call_and_report(optimized._orig_mod, frame, call, args, kwargs)
+    return _call_watched(optimized._orig_mod, frame, call, args, kwargs)
 
 
-def _call_and_report(
+def _call_watched(
     module: nn.Module, frame: FrameType, call: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     held = filter(None, [border.watcher() for border in RunSubscription._all])

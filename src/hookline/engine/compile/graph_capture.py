@@ -65,9 +65,9 @@ class GraphCapture:
 
     def capture(self, value: Any) -> Any:
         """Keep a copy of a value in a graph."""
-        self.add(snapshot_detached(value))
+        self.add_result(snapshot_detached(value))
 
-    def add(self, result: Any) -> None:
+    def add_result(self, result: Any) -> None:
         """Add a call's result to the captured values."""
         self.captured = (result,) if self.captured is None else (*self.captured, result)
 
@@ -102,7 +102,7 @@ class GraphReduce(GraphCapture):
 
     def capture(self, value: Any) -> Any:
         """Keep the function's result for a value."""
-        self.add(self.inside(value))
+        self.add_result(self.inside(value))
 
 
 @final
@@ -118,7 +118,7 @@ class GraphEdit(GraphCapture):
     def capture(self, value: Any) -> Any:
         """Change a value, if this call should be changed."""
         is_meant = self.should_capture()
-        self.add(is_meant)
+        self.add_result(is_meant)
         return self.change(NO_PASS, value) if is_meant else None
 
 

@@ -55,7 +55,7 @@ def mark_forward(module: nn.Module, owner: object) -> None:
             if origin is not None:
                 _discard_code_copies(origin.source)
         owners.add(id(owner))
-        _renew_mark(module)
+        _renew_mark_locked(module)
         _put_mark(module)
 
 
@@ -69,7 +69,7 @@ class ForwardMarks:
     _kinds: list[type] = field(default_factory=list)
     _forwards: dict[type, Any] = field(default_factory=dict)
 
-    def add(self, modules: Iterable[nn.Module]) -> None:
+    def mark_modules(self, modules: Iterable[nn.Module]) -> None:
         """Mark modules. Idempotent."""
         for module in modules:
             self._marked[id(module)] = module  # first, so that an interrupt removes the mark, too
@@ -113,10 +113,10 @@ def renew_mark(module: nn.Module) -> bool:
     `torch.fx.GraphModule`.
     """
     with _lock:
-        return _renew_mark(module)
+        return _renew_mark_locked(module)
 
 
-def _renew_mark(module: nn.Module) -> bool:
+def _renew_mark_locked(module: nn.Module) -> bool:
     standing: Any = module.__dict__.get("forward")
     origin = _mark_origin(standing)
     if origin is None or origin.is_own or origin.source is class_forward(type(module)):

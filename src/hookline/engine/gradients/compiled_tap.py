@@ -91,7 +91,7 @@ class GraphGradientTap(GradientTap):
         if not isinstance(traced, GraphGradient):
             return
         if not traced.should_capture():
-            traced.add(None)
+            traced.add_result(None)
             return
         value = self.part(NO_PASS, value)
         is_on = torch.is_grad_enabled()
@@ -110,7 +110,7 @@ class GraphGradientTap(GradientTap):
         outside = self._hook_graph_tensors(traced, tensors, is_on=is_on) if tensors else ()
         # The structure of a value with parts, with empty tensors.
         form = None if isinstance(value, Tensor) else tree.map_tensors(empty_placeholder, value)
-        traced.add((tuple(slots), form, is_on, outside))
+        traced.add_result((tuple(slots), form, is_on, outside))
 
     def _hook_graph_tensors(
         self, traced: GraphGradient, tensors: list[Tensor], *, is_on: bool
@@ -231,7 +231,7 @@ class GraphGradientTap(GradientTap):
                 self.warn_ambiguous(_WRITTEN_BY_GRAPH)
             else:
                 hook = self._make_hook(first, pending, slot)
-                self._register_hook(current, tensor, hook, owner, int(trace_order))
+                self._hook_tensor(current, tensor, hook, owner, int(trace_order))
                 if self.on.awaits is not None:
                     self.on.awaits(current, pending, slot, tensor)
 

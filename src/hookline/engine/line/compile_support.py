@@ -120,13 +120,13 @@ class _Border:
 
     def covers(self, module: nn.Module) -> bool:
         """Tell whether a compiled module concerns the line."""
-        if self._holds_root(module):
+        if self._contains_root(module):
             return True
         if self._members is None and self._root is not None:
             self._members, _ = find_compiled_in_place(self._root)
         return id(module) in (self._members or ())
 
-    def _holds_root(self, module: nn.Module) -> bool:
+    def _contains_root(self, module: nn.Module) -> bool:
         """Tell whether a compiled module is the model or contains it, so that its run is a pass."""
         if module is self._root:
             return True
@@ -140,7 +140,7 @@ class _Border:
         self._here.calls.append(call)  # first, so that `leave` undoes the steps that were taken
         self._lock.acquire()
         call.is_locked = True
-        is_whole = self._holds_root(module)
+        is_whole = self._contains_root(module)
         if is_whole:
             self._passes.begin(frame)
         call.before = self._line.switch_taps_on(None if is_whole else module)
@@ -159,7 +159,7 @@ class _Border:
                 self._line.switch_taps_back(call.before)
         finally:
             try:
-                if self._holds_root(module):
+                if self._contains_root(module):
                     self._passes.end(frame)
             finally:
                 if call.is_locked:
@@ -278,7 +278,7 @@ class CompileSupport(Attachment):
             node = self._nodes.get(id(tap))
             if isinstance(node, ModuleNode):
                 hooked[id(node.owner)] = node.owner
-        self._marks.add(hooked.values())
+        self._marks.mark_modules(hooked.values())
         self._new.clear()
 
     def refuse_stale_forward(self, module: nn.Module) -> None:
@@ -308,16 +308,16 @@ class CompileSupport(Attachment):
                 if module is self._root:
                     raise AttachError(stale_forward_text(module))
         if self._root in _models_without_border:
-            self._switch_on_for_pass(current)
+            self._switch_taps_on_for_pass(current)
 
-    def _switch_on_for_pass(self, current: Pass) -> None:
+    def _switch_taps_on_for_pass(self, current: Pass) -> None:
         """Let compiled code without a border use the taps, until the pass ends."""
         settings = DynamoSettings()
         gap = settings, self._run.switch_taps(self._taps, current)
-        current.at_end.insert(0, partial(self._switch_off_after_pass, *gap))  # called last
+        current.at_end.insert(0, partial(self._switch_taps_off_after_pass, *gap))  # called last
         settings.begin()
 
-    def _switch_off_after_pass(self, settings: DynamoSettings, before: ActiveTaps) -> None:
+    def _switch_taps_off_after_pass(self, settings: DynamoSettings, before: ActiveTaps) -> None:
         settings.end()
         is_inside = self.border is not None and self.border.is_inside_compiled
         self._run.switch_taps(*(before if is_inside else ([], None)))
@@ -346,7 +346,7 @@ class CompileSupport(Attachment):
             self.border.watch_compiled()
         if self._root is not None:
             _models_without_border[self._root] = True
-        self._switch_on_for_pass(current)
+        self._switch_taps_on_for_pass(current)
 
     def module_id_of(self, tap: Tap) -> int:
         """Return the id of the module that a tap is on; 0 if the tap is on no module."""

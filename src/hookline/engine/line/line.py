@@ -69,9 +69,9 @@ class LineOptions:
 
 
 @hide_from_dir(
-    "add_tap", "all_or_nothing", "attach_taps", "attached", "fast_paths", "is_everywhere",
-    "module_tree", "new_handle", "nodes", "options", "originals", "passes", "place", "root",
-    "select", "taps",
+    "add_tap", "attach_taps", "attached", "fast_paths", "is_everywhere", "module_tree",
+    "new_handle", "nodes", "options", "originals", "passes", "register_taps", "root", "select",
+    "taps", "undo_on_error",
 )  # fmt: skip
 class Line:
     """Hooks that were attached together, and are removed together.
@@ -187,7 +187,7 @@ class Line:
         """
         places = selection.places
         sites, nodes = [site for site, _ in places], [node for _, node in places]
-        with self.all_or_nothing():
+        with self.undo_on_error():
             if self.root is not None and "grad_input" in {site.port for site in sites}:
                 self._registrations.register_taps(
                     [(RootAliasTap(self.passes), ModuleNode("", self.root, 0))]
@@ -261,7 +261,7 @@ class Line:
         """Register the hooks of one call, all or none, and yield their handle."""
         # Threads that share a line register one after the other, since each call has its own
         # handle.
-        with self._registering, self.all_or_nothing() as registrations:
+        with self._registering, self.undo_on_error() as registrations:
             n_taps, n_entries = len(self.taps), len(registrations.entries)
             registration = CallHooks(registrations, self.attached, self._registering)
             handle = HookHandle(kind, registration)
@@ -272,7 +272,7 @@ class Line:
             registration.store_hooks(taps, registrations.entries_of(taps, n_entries))
 
     @contextmanager
-    def all_or_nothing(self) -> Iterator[Registrations]:
+    def undo_on_error(self) -> Iterator[Registrations]:
         """Attach everything that the block attaches, or nothing if the block raises."""
         n_entries, n_taps = len(self._registrations.entries), len(self.taps)
         try:

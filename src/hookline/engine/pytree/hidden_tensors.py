@@ -22,7 +22,7 @@ def every_tensor(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     tensors = []
-    for _, part in tree.walk(value):
+    for _, part in tree.tensors_and_opaque_parts(value):
         if isinstance(part, Tensor):
             tensors.append(part)
         else:
@@ -37,7 +37,7 @@ def hidden_tensor_holder(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return None
-    for _, part in tree.walk(value):
+    for _, part in tree.tensors_and_opaque_parts(value):
         if not isinstance(part, Tensor) and _hidden_tensors_in(part):
             return part
     return None

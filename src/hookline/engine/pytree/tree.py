@@ -330,7 +330,7 @@ def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
     if isinstance(value, Tensor):
         yield (), value
         return
-    for leaf, part in walk(value):
+    for leaf, part in tensors_and_opaque_parts(value):
         if isinstance(part, Tensor):
             yield leaf, part
 
@@ -340,7 +340,7 @@ def distinct_tensors(value: Any) -> list[Tensor]:
     return list({id(tensor): tensor for _, tensor in tensors(value)}.values())
 
 
-def walk(value: Any) -> Iterator[tuple[Leaf, Any]]:
+def tensors_and_opaque_parts(value: Any) -> Iterator[tuple[Leaf, Any]]:
     """Yield the tensors in a value and the objects in which further tensors may hide.
 
     The latter are objects without parts, and mappings whose keys may hold tensors. Each comes with

@@ -303,7 +303,7 @@ class _Search:
             above = above.parent
         successor, event = self._tree.by_path.get(outermost.path), "removed"
         if successor is not None:
-            event = _replacement_text(outermost.type_name, successor.type_name)
+            event = _replaced_event(outermost.type_name, successor.type_name)
         return Replacement(
             site, "module", path_text(outermost.path), event, _site_in_model(site, now)
         )
@@ -322,11 +322,11 @@ class _Search:
         successor = dict(own_parameters(node.parent.module).items()).get(_last_path_part(node))
         event = "unregistered"  # a parametrization leaves an attribute of the same name
         if successor is not None:
-            event = _replacement_text(type(node.tensor).__name__, type(successor).__name__)
+            event = _replaced_event(type(node.tensor).__name__, type(successor).__name__)
         return Replacement(site, "parameter", node.path, event, _site_in_model(site, now))
 
 
-def _replacement_text(before: str, now: str) -> str:
+def _replaced_event(before: str, now: str) -> str:
     return f"replaced ({'another ' + now if now == before else before + ' before, ' + now} now)"
 
 

@@ -112,7 +112,7 @@ def _not_run_reason(silent: SilentTap) -> Why | None:
     return OTHER_CONTEXT if silent.passes.other_contexts else NOT_RUN
 
 
-def _raised_reason(silent: SilentTap) -> Why | None:
+def _all_raised_reason(silent: SilentTap) -> Why | None:
     return RAISED if silent.passes.failed == silent.passes.started else None
 
 
@@ -179,7 +179,7 @@ def _has_fewer_guards(node: ModuleNode | None) -> bool:
 
 
 _CAUSES: tuple[Callable[[SilentTap], Why | None], ...] = (
-    _tap_reason, _not_run_reason, _raised_reason, _bypassed_hooks_reason,
+    _tap_reason, _not_run_reason, _all_raised_reason, _bypassed_hooks_reason,
     _uncalled_operation_reason, _uncalled_module_reason,
 )  # fmt: skip
 

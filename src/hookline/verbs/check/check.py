@@ -88,7 +88,7 @@ class CheckLine(FinalizingLine[Line]):
             for node in line.nodes
             if has_forward(node.module) and (is_uncompiled_leaf(node.module) or not node.path)
         ]
-        with line.all_or_nothing() as registrations:
+        with line.undo_on_error() as registrations:
             self._forward.attach(line, places)
             root = [(site, node) for site, node in places if not node.path]
             self._backward.attach(line, root, registrations)

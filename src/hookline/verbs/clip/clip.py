@@ -101,7 +101,7 @@ class ClipLine(FinalizingLine[RawLine]):
             split = tensor_parallel_parameters(self._line.root)
             self._limit.is_split = bool(split)
             check_same_sites_on_ranks([site for site, _ in between], split)
-        with self._line.all_or_nothing():
+        with self._line.undo_on_error():
             if is_total:
                 self._tallies.append(Tally("total"))
                 self._hook_total_norm(selection)

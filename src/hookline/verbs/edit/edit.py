@@ -138,7 +138,7 @@ def edit(
     if limits.is_limited:
         _refuse_parameters(selection for selection, _ in selected)
     site_edits: list[_SiteEdit] = []
-    with line.all_or_nothing():
+    with line.undo_on_error():
         for selection, edit in selected:
             line.attach_taps(selection, _change_binder(edit, limits, site_edits), Order.EDIT)
     if line.root is not None and any(site_edit.limits is not None for site_edit in site_edits):

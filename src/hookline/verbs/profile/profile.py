@@ -137,7 +137,7 @@ class Profile(FinalizingLine[Line], Result):
         regions = CompiledRegions(profile_lanes, line.passes, paths)
         steps = optimizer_step_hooks(profile_lanes, line.passes, set(map(id, model.parameters())))
         garbage = GarbageHooks(profile_lanes)
-        with line.all_or_nothing() as registrations:
+        with line.undo_on_error() as registrations:
             line.attached.append(AtEnd(garbage.close))
             garbage.open()
             line.attached.append(AtEnd(regions.close))

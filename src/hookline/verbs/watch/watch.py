@@ -113,7 +113,7 @@ class Watch(FinalizingLine[Line]):
             )
 
         line = self._line
-        with line.all_or_nothing() as placements:
+        with line.undo_on_error() as placements:
             line.attach_taps(Selection(line.module_tree, [*places, *starts]), bind, Order.RECORD)
             for node in {id(node): node for _, node in starts}.values():
                 if not is_scripted(node.module):
