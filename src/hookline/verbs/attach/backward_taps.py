@@ -132,7 +132,7 @@ class _RawBackwardTap(GradientTap):
     def _order_or_everywhere(self, order: Order) -> Order:
         return Order.EVERYWHERE if self.is_everywhere else order
 
-    def _hook_tensor(
+    def _hook_output_tensor(
         self, current: Pass, tensor: Tensor, hook: GradHook, module: nn.Module, *, reads: bool
     ) -> None:
         lost = GradHook(refuse_ambiguous_gradient, self._path)
@@ -217,7 +217,7 @@ class BackwardPreTap(_RawBackwardTap):
             return None
         call = self._new_pending_call(module)
         call.outputs = _outline_as_tuple(value, lambda tensor: 0 if tensor is tensors[0] else None)
-        self._hook_tensor(
+        self._hook_output_tensor(
             current, tensors[0], GradHook(self._on_output_gradient, call), module, reads=False
         )
         return None if value is output else value
@@ -319,7 +319,7 @@ class BackwardTap(_RawBackwardTap):
             hook = GradHook(self._on_output_gradient, call, slot)
             index = None if meeting is None else meeting.alias_index(tensor)
             if meeting is None or index is None:
-                self._hook_tensor(current, tensor, hook, module, reads=True)
+                self._hook_output_tensor(current, tensor, hook, module, reads=True)
             else:
                 meeting.add_hook(Order.GRAD_READ, hook, index)
         return None if value is output else value
