@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n{report.as_text(result)}")
         print(f"  {rounds} rounds, {monotonic() - start:.0f} s", flush=True)
         if not options.quick:  # each at once: an interrupt loses no row that is measured
-            path = history.keep(result, about, str(options.rounds or "full"))
+            path = history.save_result(result, about, str(options.rounds or "full"))
     if options.quick:  # few rounds say whether it runs, and are not kept
         return 0
     history.write()

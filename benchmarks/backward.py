@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hookline as hl
-from benchmarks.contenders import Values, always, contender
+from benchmarks.contenders import Values, contender, session_without_setup
 from benchmarks.models import Case
 from benchmarks.timing import Contender, Plan, Result, Step, run_rounds
 
@@ -68,7 +68,7 @@ def _truth(case: Case) -> Values:
 
 
 def _bare(case: Case) -> Contender:
-    return contender("bare", "forward and backward", always(_training_step(case)))
+    return contender("bare", "forward and backward", session_without_setup(_training_step(case)))
 
 
 def _in_order(case: Case) -> Values:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from benchmarks import models
-from benchmarks.compiling import _alone
+from benchmarks.compiling import _with_own_class
 from benchmarks.models import Case
 from benchmarks.timing import Clock, Contender, Plan, Result, run_rounds
 
@@ -59,7 +59,7 @@ class _Words(nn.Module):
 
 def _contender(kind: str, case: Case, *, compiled: bool) -> Contender:
     model = _Words(copy.deepcopy(case.model)).train()
-    run: Any = torch.compile(_alone(model), fullgraph=True) if compiled else model
+    run: Any = torch.compile(_with_own_class(model), fullgraph=True) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=True)
     target = case.inputs.reshape(-1)
 
@@ -73,7 +73,10 @@ def _contender(kind: str, case: Case, *, compiled: bool) -> Contender:
         "bare": ("the step alone", contextlib.nullcontext),
         "hookline": ("hl.check(model)", lambda: hl.check(model)),
         "block": ("entering and leaving hl.check(model)", lambda: hl.check(model)),
-        "isfinite": ("a hook on each leaf: output.isfinite().all().item()", lambda: _finite(model)),
+        "isfinite": (
+            "a hook on each leaf: output.isfinite().all().item()",
+            lambda: _check_hooks(model),
+        ),
         # Its own context manager warns of what it is.
         "anomaly": ("anomaly detection", lambda: torch.autograd.set_detect_anomaly(True)),
     }
@@ -96,7 +99,7 @@ def _contender(kind: str, case: Case, *, compiled: bool) -> Contender:
 
 
 @contextlib.contextmanager
-def _finite(model: nn.Module) -> Iterator[None]:
+def _check_hooks(model: nn.Module) -> Iterator[None]:
     def look(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and not output.isfinite().all().item():
             raise ValueError("not finite")

@@ -27,7 +27,7 @@ def comparing_row(
     def measure(name: str, plan: Plan) -> Result:
         with tempfile.TemporaryDirectory(prefix="hookline-comparing-") as base:
             folders = [
-                _recorded(n_values, shape, size).save(Path(base) / f"run-{size}")
+                _recording_of_random_values(n_values, shape, size).save(Path(base) / f"run-{size}")
                 for size in (0.0, 1e-6)
             ]
             sites = [str(number) for number in range(n_values)]
@@ -54,7 +54,7 @@ def comparing_row(
             def timed(step: Callable[[], None]) -> Callable[[int, Clock], float]:
                 def measure(calls: int, clock: Clock) -> float:
                     if is_cold:
-                        _forget(folders)
+                        _drop_from_page_cache(folders)
                     start = clock()
                     step()
                     return clock() - start
@@ -72,7 +72,9 @@ def comparing_row(
     return measure
 
 
-def _recorded(n_values: int, shape: tuple[int, int], noise: float) -> hl.Recording:
+def _recording_of_random_values(
+    n_values: int, shape: tuple[int, int], noise: float
+) -> hl.Recording:
     model = nn.Sequential(*(nn.Identity() for _ in range(n_values)))
     generators = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
 
@@ -86,7 +88,7 @@ def _recorded(n_values: int, shape: tuple[int, int], noise: float) -> hl.Recordi
     return run
 
 
-def _forget(folders: list[Path]) -> None:
+def _drop_from_page_cache(folders: list[Path]) -> None:
     """Take files out of the page cache."""
     for path in (path for folder in folders for path in folder.iterdir()):
         handle = os.open(path, os.O_RDONLY)

@@ -50,7 +50,7 @@ def _edit(model: nn.Module, case: Case) -> Any:
 
 
 @contextlib.contextmanager
-def _idle(model: nn.Module, case: Case) -> Iterator[None]:
+def _line_in_other_context(model: nn.Module, case: Case) -> Iterator[None]:
     """A line that is on, and in another context than the one that runs the model."""
     line = hl.record(model, case.selector)
     context = contextvars.copy_context()
@@ -78,7 +78,7 @@ def _first(output: Any) -> Tensor:
     return found
 
 
-def _alone(model: nn.Module) -> nn.Module:
+def _with_own_class(model: nn.Module) -> nn.Module:
     """The model, with a class and a forward of its own."""
     kind = type(model)
     forward = _in_order if kind is nn.Sequential else kind.forward
@@ -105,7 +105,7 @@ def _in_order(self: nn.Sequential, value: Any) -> Any:
 
 def _contender(name: str, how: str, case: Case, attach: Attach | None, *, is_training: bool) -> Any:
     """A contender on a copy of the model; `attach` gives the line for each session."""
-    model = _alone(copy.deepcopy(case.model))
+    model = _with_own_class(copy.deepcopy(case.model))
     compiled = torch.compile(model, fullgraph=True)
 
     def step() -> None:
@@ -158,7 +158,7 @@ def _by_hand(case: Case) -> Contender:
 
 
 WORK: dict[str, tuple[Attach, str, bool]] = {
-    "idle": (_idle, "a line that is on in another context", False),
+    "idle": (_line_in_other_context, "a line that is on in another context", False),
     "record": (_record, "hl.record of the outputs", False),
     "inside": (_record, "hl.record of parts of each attention", False),
     "statistics": (_statistics, "hl.record with keep= four statistics", False),

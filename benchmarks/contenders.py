@@ -56,7 +56,7 @@ def contender(
     return Contender(name, how, measure_session(session), check, every)
 
 
-def always(step: Step) -> Session:
+def session_without_setup(step: Step) -> Session:
     """A session that sets nothing up and takes nothing down."""
     return lambda: contextlib.nullcontext(step)
 
@@ -85,7 +85,7 @@ def truth(case: Case) -> Values:
 def bare(case: Case) -> Contender:
     """The model alone."""
     model, inputs = case.model, case.inputs
-    return contender("bare", "model(x)", always(lambda: model(inputs)))
+    return contender("bare", "model(x)", session_without_setup(lambda: model(inputs)))
 
 
 def hand_written(case: Case) -> Contender:
@@ -143,7 +143,7 @@ def hand_written_each(case: Case) -> Contender:
     how = (
         "named_modules, register_forward_hook, `store[name] = output.detach()`, removed, each call"
     )
-    return contender("hand-written", how, always(step), _in_order(case), truth(case))
+    return contender("hand-written", how, session_without_setup(step), _in_order(case), truth(case))
 
 
 def recording(case: Case) -> Session:
@@ -179,7 +179,7 @@ def hookline_each(case: Case) -> Contender:
         return run
 
     how = "`with hl.record(model, ...)` around each call"
-    return contender("hookline", how, always(step), _in_order(case), truth(case))
+    return contender("hookline", how, session_without_setup(step), _in_order(case), truth(case))
 
 
 def hookline_features(case: Case, path: str, prefix: Step) -> Contender:
@@ -188,7 +188,7 @@ def hookline_features(case: Case, path: str, prefix: Step) -> Contender:
     return contender(
         "hookline",
         f'hl.features(model, x, "{path}")',
-        always(lambda: hl.features(model, inputs, path)),
+        session_without_setup(lambda: hl.features(model, inputs, path)),
         lambda run: [run[path]],
         lambda _: [prefix()],
     )

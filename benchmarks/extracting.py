@@ -49,7 +49,7 @@ def extracting_row(
         ]
         clock = plan.clock if plan.clock is device_clock else perf_counter
         run_rounds(result, contenders, Plan(plan.rounds, clock))
-        result.notes.append(_disk())
+        result.notes.append(_disk_speed_note())
         return result
 
     return measure
@@ -86,7 +86,7 @@ def _extract(
     return measure
 
 
-def _disk() -> str:
+def _disk_speed_note() -> str:
     """Write and sync 256 MiB, as a shard is: what the disk takes by itself."""
     data = torch.zeros(2**26)
     with tempfile.NamedTemporaryFile() as file:

@@ -24,7 +24,7 @@ BEGIN, END = "<!-- the table: made by benchmarks/history.py -->\n", "<!-- end --
 File = dict[str, Any]  # of one version on one machine: hookline, machine, rows by name
 
 
-def keep(result: Result, about: dict[str, Any], rounds: str) -> Path:
+def save_result(result: Result, about: dict[str, Any], rounds: str) -> Path:
     """Keep a result in the file of this version and machine; return the file."""
     RESULTS.mkdir(exist_ok=True)
     machine = {name: about[name] for name in ("processor", "cores", "threads", "device")}
@@ -43,7 +43,7 @@ def keep(result: Result, about: dict[str, Any], rounds: str) -> Path:
 
 
 def _row(result: Result) -> dict[str, Any]:
-    held = result.held()
+    held = result.number_against_target()
     alone = "bare" if "bare" in result.seconds else result.base
     ratios = {name: result.ratio(name, alone) for name in result.seconds if alone is not None}
     return {
@@ -93,10 +93,10 @@ def regressions(file: File, all_files: Iterable[File]) -> list[str]:
 
 
 def _cell(row: dict[str, Any] | None) -> str:
-    return "" if row is None or row["held"] is None else in_words(row["held"], row["unit"])
+    return "" if row is None or row["held"] is None else median_text(row["held"], row["unit"])
 
 
-def in_words(numbers: list[float], unit: str) -> str:
+def median_text(numbers: list[float], unit: str) -> str:
     """Return a median and its interval, or a number alone, to three digits."""
     of_seconds = (1, " s") if numbers[0] >= 1 else (1e-3, " ms")
     scale, sign = {"": (1, ""), "s": of_seconds, "B": (1e6, " MB")}.get(unit, (1e-6, " µs"))
@@ -124,7 +124,7 @@ def table(all_files: list[File]) -> str:
         for name in names:
             rows = [file["rows"].get(name) for file in here]
             last = next(row for row in reversed(rows) if row is not None)
-            target = in_words([last["target"]], last["unit"])
+            target = median_text([last["target"]], last["unit"])
             cells = [last["title"], last["base"] or "a limit", *map(_cell, rows)]
             lines.append(f"| {' | '.join(cells)} | ≤ {target}: {last['verdict']} |")
         measured = [row for file in here for name, row in file["rows"].items() if name in names]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from benchmarks import models
-from benchmarks.compiling import _alone
+from benchmarks.compiling import _with_own_class
 from benchmarks.timing import Contender, Plan, Result, Session, Step, measure_session, run_rounds
 
 PORTS = ("output", "grad_output", "value", "grad", "update")
@@ -56,7 +56,7 @@ def _contender(
     tokens = torch.randint(0, 1024, (4, 64)) if is_small else models.gpt2().inputs
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
     # A class of its own: compiled code of one contender is not tried for another.
-    run = torch.compile(_alone(model), fullgraph=True) if compiled else model
+    run = torch.compile(_with_own_class(model), fullgraph=True) if compiled else model
 
     def step() -> None:
         optimizer.zero_grad()

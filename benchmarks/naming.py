@@ -179,7 +179,7 @@ def error(name: str, theirs: Tensor, ours: Tensor) -> float:
     return float((theirs - ours).norm() / ours.norm())
 
 
-def compared(theirs: Values, ours: Values) -> dict[str, float]:
+def largest_errors(theirs: Values, ours: Values) -> dict[str, float]:
     """Return the largest error of each name over the layers."""
     return {
         name: max(error(name, *pair) for pair in zip(values, ours[name], strict=True))
@@ -196,7 +196,7 @@ def main() -> None:
         ours = by_hookline(kind, ids)
         for library in sys.argv[1:] or LIBRARIES:
             try:
-                errors = compared(LIBRARIES[library](kind, ids), ours)
+                errors = largest_errors(LIBRARIES[library](kind, ids), ours)
             except ImportError:
                 continue
             close = [value for value in errors.values() if value < _CLOSE]

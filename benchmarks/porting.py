@@ -142,7 +142,7 @@ TOOLS: dict[str, Tool] = {
 }
 
 
-def judged(tool: Tool, column: str) -> tuple[int, bool, set[str]]:
+def judge_tool(tool: Tool, column: str) -> tuple[int, bool, set[str]]:
     """Return how many faults a tool names, whether it blames a clean port, and its errors."""
     make, names = COLUMNS[column]
     n_named, errors, model = 0, set(), ported.net()
@@ -169,7 +169,7 @@ def main() -> None:
             continue
         cells, errors = [], set()
         for column in COLUMNS:
-            n_named, is_blamed, why = judged(tool, column)
+            n_named, is_blamed, why = judge_tool(tool, column)
             cells.append(f"{n_named}{' !' * is_blamed}")
             errors |= why
         print(f"{name:28s}", *(f"{cell:>10s}" for cell in cells), *sorted(errors)[:2], flush=True)

@@ -157,7 +157,7 @@ def _by_torch(found: Any) -> Times:
             key = event.name.removeprefix(_PREFIX), "forward"
             times[key] = times.get(key, 0.0) + event.cpu_time_total / 1e6
         elif event.sequence_nr >= 0 and not event.name.startswith(_ENGINE):
-            chain = _chain(event)
+            chain = _paths_around(event)
             if chain:
                 chains[event.sequence_nr] = chain
     chain = []
@@ -172,7 +172,7 @@ def _by_torch(found: Any) -> Times:
     return times
 
 
-def _chain(event: Any) -> list[str]:
+def _paths_around(event: Any) -> list[str]:
     """Return the modules around an operation."""
     found = []
     while event is not None:

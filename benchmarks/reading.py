@@ -326,7 +326,7 @@ def opening_row(n_shards: int, n_sites: int, title: str, target: float) -> Calla
             model = nn.Sequential(*(nn.Identity() for _ in range(n_sites)))
             folder = Path(base) / "store"
             hl.extract(model, torch.zeros(4, 4), "*", folder, batch_size=4)
-            _multiply(LocalPlace(folder), n_shards)
+            _copy_shards(LocalPlace(folder), n_shards)
 
             def opened(calls: int, clock: Clock) -> float:
                 start = clock()
@@ -339,7 +339,7 @@ def opening_row(n_shards: int, n_sites: int, title: str, target: float) -> Calla
     return measure
 
 
-def _multiply(place: LocalPlace, n_shards: int) -> None:
+def _copy_shards(place: LocalPlace, n_shards: int) -> None:
     """Make a store of one shard a store of many: copies with numbers of their own."""
     manifest = read_manifest(place)
     assert manifest is not None

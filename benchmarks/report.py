@@ -54,7 +54,7 @@ def _processor() -> str:
 
 def verdict(result: Result) -> str:
     """Whether the target was met, as far as the spread allows to say."""
-    held = result.held()
+    held = result.number_against_target()
     if held is None:
         return "not measured"
     low, high = held.interval
@@ -69,7 +69,7 @@ def as_text(result: Result) -> str:
     """One row in full: every contender with its ratios and their spread."""
     width = max((len(name) for name in (*result.seconds, *result.skipped)), default=0)
     lines = [f"{result.name}: {result.title}"]
-    for name in _sorted(result):
+    for name in _ours_first(result):
         spread = result.spread(name)
         line = f"  {name:{width}}  {amount(result, spread.median):>12}"
         for base in dict.fromkeys(("bare", result.base)):
@@ -95,7 +95,7 @@ def amount(result: Result, value: float) -> str:
     return f"{1e6 * value:.2f} µs"
 
 
-def _sorted(result: Result) -> list[str]:
+def _ours_first(result: Result) -> list[str]:
     """Ours first, then the others by name."""
     others = sorted(name for name in result.seconds if name not in _OURS)
     return [name for name in _OURS if name in result.seconds] + others

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import contenders, models, rivals
+from benchmarks import contenders, models, other_libraries
+from benchmarks.attention_parts import compiled_inside_row, inside_row
 from benchmarks.backward import gradient_row
 from benchmarks.checking import checking_row
 from benchmarks.comparing import comparing_row
 from benchmarks.compiling import compiled_row
 from benchmarks.drawing import drawing_row
-from benchmarks.engines import ray_row
 from benchmarks.extracting import extracting_row
 from benchmarks.importing import import_row, size_row
-from benchmarks.inside import compiled_inside_row, inside_row
-from benchmarks.measuring import measuring_row
 from benchmarks.models import Case
 from benchmarks.monitoring import monitor_row
 from benchmarks.profiling import profile_row
+from benchmarks.ray_extraction import ray_row
 from benchmarks.reading import opening_row, reading_row, shuffled_row
 from benchmarks.saving import look_up_row, saving_row, stack_row
 from benchmarks.scaling import select_row
 from benchmarks.sweeping import sweep_row
+from benchmarks.tensor_moments import measuring_row
 from benchmarks.timing import Plan, Result, Step, run_rounds
 
 
@@ -44,7 +44,7 @@ def _steady(
 ) -> Callable[[str, Plan], Result]:
     def measure(name: str, plan: Plan) -> Result:
         case = make_case()
-        others, skipped = rivals.made(rivals.STEADY, case)
+        others, skipped = other_libraries.made(other_libraries.STEADY, case)
         result = Result(name, title, "hand-written", target, calls=calls, skipped=skipped)
         ours = [contenders.bare(case), contenders.hand_written(case), contenders.hookline(case)]
         return run_rounds(result, ours + others, plan)
@@ -57,7 +57,7 @@ def _each(
 ) -> Callable[[str, Plan], Result]:
     def measure(name: str, plan: Plan) -> Result:
         case = make_case()
-        others, skipped = rivals.made(rivals.EACH, case)
+        others, skipped = other_libraries.made(other_libraries.EACH, case)
         result = Result(name, title, base, target, calls=calls, skipped=skipped)
         ours = [
             contenders.bare(case),
@@ -76,9 +76,11 @@ def _features(
         case = dataclasses.replace(make_case(), paths=(path,))
         prefix = make_prefix()
         by_hand = contenders.contender(
-            "hand-written", "the prefix of the model alone", contenders.always(prefix)
+            "hand-written",
+            "the prefix of the model alone",
+            contenders.session_without_setup(prefix),
         )
-        others, skipped = rivals.made(rivals.FEATURES, case)
+        others, skipped = other_libraries.made(other_libraries.FEATURES, case)
         result = Result(name, title, "hand-written", 1.05, skipped=skipped)
         result.notes.append("hand-written is the prefix alone; bare is the whole forward")
         ours = [

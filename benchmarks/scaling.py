@@ -81,19 +81,21 @@ def _select(n_modules: int, selector: str | None) -> Measure:
 
 def _attach(n_modules: int, selector: str | None) -> Measure:
     def measure(calls: int, clock: Clock) -> float:
-        return _life_of_a_line(n_modules, selector, clock)[0] / n_modules
+        return _attach_and_detach_seconds(n_modules, selector, clock)[0] / n_modules
 
     return measure
 
 
 def _detach(n_modules: int, selector: str | None) -> Measure:
     def measure(calls: int, clock: Clock) -> float:
-        return _life_of_a_line(n_modules, selector, clock)[1] / n_modules
+        return _attach_and_detach_seconds(n_modules, selector, clock)[1] / n_modules
 
     return measure
 
 
-def _life_of_a_line(n_modules: int, selector: str | None, clock: Clock) -> tuple[float, float]:
+def _attach_and_detach_seconds(
+    n_modules: int, selector: str | None, clock: Clock
+) -> tuple[float, float]:
     """The seconds of attaching a line, and of taking it off again after the model has run."""
     model = many_modules(n_modules)
     start = clock()

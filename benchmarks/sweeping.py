@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from benchmarks.contenders import always, contender
+from benchmarks.contenders import contender, session_without_setup
 from benchmarks.models import Placement, gpt2
 from benchmarks.timing import Contender, Plan, Result, measure_session, run_rounds
 
@@ -83,20 +83,23 @@ def _contenders(model: nn.Module) -> list[Contender]:
 
     for _, options in sweeps.values():
         check(sweep(options))()
-    ours = [contender(name, how, always(sweep(options))) for name, (how, options) in sweeps.items()]
+    ours = [
+        contender(name, how, session_without_setup(sweep(options)))
+        for name, (how, options) in sweeps.items()
+    ]
     by_hand = "a forward hook and a forward for each block and position"
     rivals = [
         _rival("nnsight", "a trace for each block and position", by_nnsight, check(by_nnsight)),
         _rival("TransformerLens", "`get_act_patch_resid_pre` on its bridge of the model, which"
                " patches the inputs of the blocks", by_transformer_lens),
     ]  # fmt: skip
-    return [contender("hand-written", by_hand, always(loop)), *ours, *rivals]
+    return [contender("hand-written", by_hand, session_without_setup(loop)), *ours, *rivals]
 
 
 def _rival(
     name: str, how: str, step: Callable[[], Any], check: Callable[[], None] = lambda: None
 ) -> Contender:
-    return Contender(name, how, measure_session(always(step)), check, every=3)
+    return Contender(name, how, measure_session(session_without_setup(step)), check, every=3)
 
 
 @torch.no_grad()

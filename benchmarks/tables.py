@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks import history
-from benchmarks.history import File, in_words
+from benchmarks.history import File, median_text
 
 PAGES = (history.PAGE, history.HERE.parent / "docs" / "performance.md")
 PLACE = re.compile(r"(<!-- rows(?: on (.+?))?: ([^>]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -55,16 +55,16 @@ def table(globs: str, file: File) -> str:
 def _line(row: dict[str, Any]) -> str:
     """Return a row: ratios are to the time alone, and in the column of the target to its base."""
     alone, base, unit = row["alone"], row["base"], row["unit"]
-    target, held = in_words([row["target"]], unit), in_words(row["held"], unit)
+    target, held = median_text([row["target"]], unit), median_text(row["held"], unit)
     if base is None:
         before, ours, aim = "", held, f"≤ {target}: {row['verdict']}"
     else:
-        before = in_words(row["measured"][alone][:1], row["measured_in"])
-        ours = in_words(row["ratios"]["hookline"], "")
+        before = median_text(row["measured"][alone][:1], row["measured_in"])
+        ours = median_text(row["ratios"]["hookline"], "")
         against = "" if base == alone else f" x {base}: {held}"
         aim = f"≤ {target}{against}: {row['verdict']}"
     others = [
-        f"{name} {in_words(ratio[:1], '')}"
+        f"{name} {median_text(ratio[:1], '')}"
         for name, ratio in row["ratios"].items()
         if name not in ("hookline", alone)
     ]

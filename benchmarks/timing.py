@@ -135,7 +135,7 @@ class Result:
         ratios = [one / other for one, other in pairs if one is not None and other is not None]
         return Spread.of(ratios) if ratios else None
 
-    def held(self, name: str = "hookline") -> Spread | None:
+    def number_against_target(self, name: str = "hookline") -> Spread | None:
         """What is held against the target: a ratio to the base, or the measurement itself."""
         if self.base is not None:
             return self.ratio(name, self.base)
@@ -183,7 +183,7 @@ def run_rounds(result: Result, contenders: list[Contender], plan: Plan) -> Resul
         running.append(contender)
         result.seconds[contender.name] = []
     order = random.Random(0)
-    with _no_collections():
+    with _without_garbage_collection():
         for number in range(plan.rounds):
             # The libraries run after ours, so that ours are as close in time as can be.
             order.shuffle(running)
@@ -197,7 +197,7 @@ def run_rounds(result: Result, contenders: list[Contender], plan: Plan) -> Resul
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """No garbage collection while timing: it would hit one contender or another by chance.
 
     What is alive now is frozen, so that the collections between measurements are quick.

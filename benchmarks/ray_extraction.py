@@ -48,21 +48,25 @@ def ray_row(
         job = (make_case, site, size)
         contenders = [
             Contender(
-                "hand-written", "two processes, half the data each", _timed(_plain, job, result, _N)
+                "hand-written",
+                "two processes, half the data each",
+                _time_in_processes(_plain, job, result, _N),
             )
         ]
         if importlib.util.find_spec("ray") is None:
             result.skipped["hookline"] = "ray is not installed"
         else:
             how = 'hl.extract(engine="ray"), two actors'
-            contenders.append(Contender("hookline", how, _timed(_on_ray, job, result, 1)))
+            contenders.append(
+                Contender("hookline", how, _time_in_processes(_on_ray, job, result, 1))
+            )
         # Other processes do the work: their time is wall time.
         return run_rounds(result, contenders, Plan(plan.rounds, perf_counter))
 
     return measure
 
 
-def _timed(work: Callable[..., None], job: Any, result: Result, n: int) -> Measure:
+def _time_in_processes(work: Callable[..., None], job: Any, result: Result, n: int) -> Measure:
     """Run a function in so many fresh processes at once. The first time warms up: 4 shards."""
     warmed = False
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks import models
 from benchmarks.compiling import compiled_row
-from benchmarks.contenders import Values, always, bare, contender, recording
+from benchmarks.contenders import Values, bare, contender, recording, session_without_setup
 from benchmarks.models import Case
 from benchmarks.timing import Contender, Plan, Result, run_rounds
 
@@ -28,7 +28,7 @@ def inside_row(parts: tuple[str, ...], target: float) -> Callable[[str, Plan], R
     """
 
     def measure(name: str, plan: Plan) -> Result:
-        case = _case(parts)
+        case = _gpt2_with_attention_parts(parts)
         title = f"GPT-2: record {', '.join(parts)} of 12 attentions"
         result = Result(name, title, "bare", target, calls=2)
         truth = _given(case) if parts == QKV else None
@@ -47,10 +47,12 @@ def inside_row(parts: tuple[str, ...], target: float) -> Callable[[str, Plan], R
 def compiled_inside_row(parts: tuple[str, ...], target: float) -> Callable[[str, Plan], Result]:
     """A row: the same on the compiled model, against it compiled without hooks."""
     title = f"compiled GPT-2: record {', '.join(parts)} of 12 attentions"
-    return compiled_row(lambda: _case(parts), "inside", title, target, 2, base="bare")
+    return compiled_row(
+        lambda: _gpt2_with_attention_parts(parts), "inside", title, target, 2, base="bare"
+    )
 
 
-def _case(parts: tuple[str, ...]) -> Case:
+def _gpt2_with_attention_parts(parts: tuple[str, ...]) -> Case:
     """The GPT-2, with parts of its attentions as the places to record."""
     case = models.gpt2()
     sites = tuple(f"{path}.attn@{part}" for path in case.paths for part in parts)
@@ -98,4 +100,4 @@ def _nnsight_source(case: Case, truth: Values) -> Contender:
         return kept
 
     how = "`.source.attention_interface_1.inputs`, `with wrapped.trace(x)` each call"
-    return contender("nnsight", how, always(step), list, truth, every=4)
+    return contender("nnsight", how, session_without_setup(step), list, truth, every=4)

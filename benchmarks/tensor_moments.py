@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import hookline as hl
-from benchmarks.contenders import always, contender
+from benchmarks.contenders import contender, session_without_setup
 from benchmarks.timing import Contender, Plan, Result, run_rounds
 
 
@@ -35,7 +35,9 @@ def _contenders(x: Tensor) -> list[Contender]:
         "isfinite": ("`x.isfinite().all()`", lambda: x.isfinite().all()),
         "var_mean": ("aminmax, var_mean, count_nonzero", lambda: _var_mean(x)),
     }
-    return [contender(name, how, always(step)) for name, (how, step) in forms.items()]
+    return [
+        contender(name, how, session_without_setup(step)) for name, (how, step) in forms.items()
+    ]
 
 
 def _dots(x: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.baukit_style import TraceDict
-from benchmarks.contenders import Values, always, contender, truth
+from benchmarks.contenders import Values, contender, session_without_setup, truth
 from benchmarks.models import Case
 from benchmarks.timing import Contender, Step
 from benchmarks.torchvision_import import import_torchvision
@@ -63,7 +63,7 @@ def torchvision_each(case: Case) -> Contender:
     """An extractor made for each call: not what it is for, and shown as its set-up cost."""
     make, inputs = _extractor(case), case.inputs
     how = "create_feature_extractor, made for each call"
-    step = always(lambda: make()(inputs))
+    step = session_without_setup(lambda: make()(inputs))
     return contender("torchvision", how, step, _by_path(case), truth(case), every=20)
 
 
@@ -95,7 +95,9 @@ def baukit_each(case: Case) -> Contender:
         return traces
 
     how = "TraceDict around each call (the technique, written anew)"
-    return contender("baukit-style", how, always(step), _traced(case), truth(case), every=4)
+    return contender(
+        "baukit-style", how, session_without_setup(step), _traced(case), truth(case), every=4
+    )
 
 
 def baukit_stop(case: Case) -> Contender:
@@ -108,7 +110,9 @@ def baukit_stop(case: Case) -> Contender:
         return traces
 
     how = "TraceDict(stop=True) around each call (the technique, written anew)"
-    return contender("baukit-style", how, always(step), _traced(case), truth(case), every=4)
+    return contender(
+        "baukit-style", how, session_without_setup(step), _traced(case), truth(case), every=4
+    )
 
 
 def _traced(case: Case) -> Values:
@@ -131,7 +135,7 @@ def nnsight_steady(case: Case) -> Contender:
         return kept
 
     how = "NNsight(model) once, `with wrapped.trace(x)` each call"
-    return contender("nnsight", how, always(step), list, truth(case), every=4)
+    return contender("nnsight", how, session_without_setup(step), list, truth(case), every=4)
 
 
 def nnsight_each(case: Case) -> Contender:
@@ -150,7 +154,7 @@ def nnsight_each(case: Case) -> Contender:
         return kept
 
     how = "NNsight(model) and `with wrapped.trace(x)` each call"
-    return contender("nnsight", how, always(step), list, truth(case), every=4)
+    return contender("nnsight", how, session_without_setup(step), list, truth(case), every=4)
 
 
 def nnsight_stop(case: Case) -> Contender:
@@ -170,7 +174,7 @@ def nnsight_stop(case: Case) -> Contender:
         return kept
 
     how = "NNsight(model) once, `with wrapped.trace(x)` and tracer.stop() each call"
-    return contender("nnsight", how, always(step), list, truth(case), every=4)
+    return contender("nnsight", how, session_without_setup(step), list, truth(case), every=4)
 
 
 def captum_steady(case: Case) -> Contender:
@@ -180,7 +184,7 @@ def captum_steady(case: Case) -> Contender:
     inputs = case.inputs
     activation = LayerActivation(case.model, case.modules())
     how = "LayerActivation once, .attribute(x) each call"
-    step = always(lambda: activation.attribute(inputs))
+    step = session_without_setup(lambda: activation.attribute(inputs))
     return contender("captum", how, step, list, truth(case), every=4)
 
 
@@ -190,7 +194,7 @@ def captum_each(case: Case) -> Contender:
 
     model, inputs = case.model, case.inputs
     how = "LayerActivation(model, layers).attribute(x) each call"
-    step = always(lambda: LayerActivation(model, case.modules()).attribute(inputs))
+    step = session_without_setup(lambda: LayerActivation(model, case.modules()).attribute(inputs))
     return contender("captum", how, step, list, truth(case), every=4)
 
 
@@ -222,7 +226,9 @@ def tdhook_each(case: Case) -> Contender:
             return hooked(TensorDict({"input": inputs}, batch_size=[]))["cache"]
 
     how = "ActivationCaching(pattern).prepare(model) around each call"
-    return contender("tdhook", how, always(step), _by_path(case), truth(case), every=4)
+    return contender(
+        "tdhook", how, session_without_setup(step), _by_path(case), truth(case), every=4
+    )
 
 
 STEADY: dict[str, Make] = {
