@@ -13,7 +13,7 @@ import torch
 import hookline as hl
 from hookline.files import folder_or_url as place_module
 from hookline.files.folder_or_url import LocalPlace, as_local_path, as_place, locked
-from hookline.views.page.recording_page import page_file
+from hookline.views.page.recording_page import page_path
 
 
 def test_many_buffers_of_all_sizes_are_written_in_order(tmp_path):
@@ -108,7 +108,7 @@ def test_what_is_written_here_alone_refuses_a_url(tmp_path, monkeypatch, to):
         lambda: hl.monitor(net, to=to),
         lambda: hl.monitor(net, to=f"{to}.jsonl"),
         lambda: hl.check(net, keep=to),
-        lambda: page_file(to),
+        lambda: page_path(to),
     ):
         with pytest.raises(hl.FolderError, match="must be a path on this machine"):
             write()
@@ -123,7 +123,7 @@ def test_a_path_here_is_advised_where_urls_are_refused(to, got):
 
 
 def test_a_page_goes_into_a_folder_that_is_given_as_a_url(tmp_path):
-    assert page_file(f"file://{tmp_path}") == page_file(tmp_path) == tmp_path / "report.html"
+    assert page_path(f"file://{tmp_path}") == page_path(tmp_path) == tmp_path / "report.html"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of bytes that are no UTF-8")

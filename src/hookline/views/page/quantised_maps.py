@@ -98,14 +98,14 @@ def quantise(maps: Sequence[tuple[int | str, Tensor]], bits: int) -> dict[str, A
     return {"h": height, "w": width, "bits": bits, "tiles": tiles}
 
 
-def channel_counts(maps: dict[str, Any]) -> tuple[int, ...]:
+def channels_of_maps(maps: dict[str, Any]) -> tuple[int, ...]:
     """Return the channels of maps, so that those of another value can be the same."""
     return () if maps["kind"] == "table" else tuple(tile["c"] for tile in maps["tiles"])
 
 
 def choose_same_channels(choice: Choice, maps: dict[str, Any] | None) -> Choice:
     """Return a choice of the same channels as the maps of another value; of any without maps."""
-    return choice if maps is None else replace(choice, channels=channel_counts(maps))
+    return choice if maps is None else replace(choice, channels=channels_of_maps(maps))
 
 
 def _are_attention_weights(data: Tensor) -> bool:
