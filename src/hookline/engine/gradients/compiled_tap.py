@@ -231,7 +231,7 @@ class GraphGradientTap(GradientTap):
                 self.warn_ambiguous(_WRITTEN_BY_GRAPH)
             else:
                 hook = self._make_hook(first, pending, slot)
-                self._hook_tensor(current, tensor, hook, owner, int(trace_order))
+                self._hook_gradient_of(current, tensor, hook, owner, int(trace_order))
                 if self.on.awaits is not None:
                     self.on.awaits(current, pending, slot, tensor)
 

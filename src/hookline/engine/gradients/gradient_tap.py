@@ -174,7 +174,7 @@ class GradientTap(Tap):
             return GradHook(STOPWATCH.call_untimed, hook)
         return hook
 
-    def _hook_tensor(
+    def _hook_gradient_of(
         self,
         current: Pass,
         tensor: Tensor,
@@ -218,7 +218,7 @@ class GradientTap(Tap):
             return False
         outside = origin.tensor()
         if outside is not None and outside.grad_fn is origin.node:
-            self._hook_tensor(current, outside, hook, owner)
+            self._hook_gradient_of(current, outside, hook, owner)
         elif not self._hook_region_output(current, origin.node, origin.number, hook, owner):
             prehook_node(origin.node, GradHook(_call_at_node, hook, origin.number), owner)
         return True
@@ -229,7 +229,7 @@ class GradientTap(Tap):
         """Register a hook on a tensor that a region's second run returns."""
         current, tensor = self.in_thread.running, outputs[index]
         if current is not None and isinstance(tensor, Tensor) and tensor.requires_grad:
-            self._hook_tensor(current, tensor, hook, owner)
+            self._hook_gradient_of(current, tensor, hook, owner)
 
     def _hook_replaced_tensor(
         self,
@@ -246,7 +246,7 @@ class GradientTap(Tap):
         if source.layout is not None:
             hook = GradHook(source.layout.call_hook, hook)
         if source.tensor is not None:
-            self._hook_tensor(current, source.tensor, hook, owner, trace_order)
+            self._hook_gradient_of(current, source.tensor, hook, owner, trace_order)
             return
         counter = version_counter(source.alias)
         at_view = GradHook(self._call_at_view_node, hook, source.number, counter, counter._version)
@@ -375,9 +375,9 @@ class GradientTap(Tap):
             if origin is None:
                 aliases.add_hook(self.order, hook, index)
             else:
-                self._hook_tensor(call.current, origin, hook, call.owner)
+                self._hook_gradient_of(call.current, origin, hook, call.owner)
         elif tensor.grad_fn is not None:
-            self._hook_tensor(call.current, tensor, hook, call.owner)
+            self._hook_gradient_of(call.current, tensor, hook, call.owner)
         else:
             if not can_be_aliased(tensor):
                 self.warn_ambiguous(_NO_ALIAS)
