@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
 from hookline.engine.distributed import rendezvous
-from hookline.recordings.gather_and_reduce import Collective, reduce_over_ranks
+from hookline.recordings.gather_and_reduce import CollectiveLookup, reduce_over_ranks
 from processes import Processes, on_ranks
 
 
@@ -171,7 +171,7 @@ def test_any_error_in_a_look_up_is_told_to_the_others(rank, folder):
             raise ValueError("what no look-up raises")
         return torch.ones(2)
 
-    ask = Collective("run.reduced('0')", (), None, 60.0)
+    ask = CollectiveLookup("run.reduced('0')", (), None, 60.0)
     if rank == 1:
         with pytest.raises(ValueError, match="what no look-up raises"):
             reduce_over_ranks(ask, find, "mean")
