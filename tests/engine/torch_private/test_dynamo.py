@@ -94,7 +94,7 @@ class Told:
     def leave(self, module, frame, output):
         self.heard.append("leave")
 
-    def explain(self, error):
+    def add_error_note(self, error):
         self.heard.append(type(error).__name__)
 
 
