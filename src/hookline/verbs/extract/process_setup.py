@@ -11,8 +11,8 @@ from typing import Any, Literal, TypedDict, final
 import torch
 from torch import Tensor, nn
 
-from hookline.data.batch_tokens import DEFAULT_MASK, MaskOption
 from hookline.data.data_source import DataSource
+from hookline.data.tokens_by_mask import DEFAULT_MASK, MaskOption
 from hookline.display.text import listed
 from hookline.engine import Selector, gather_full, is_dtensor, local_part, sharding_kind
 from hookline.engine.pytree import describe, tree

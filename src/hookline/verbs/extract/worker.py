@@ -13,9 +13,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hookline.data.batch_tokens import BatchAndInputs, MaskOption, find_tokens
 from hookline.data.data_source import DataSource, NumberedBatch
 from hookline.data.seeding import seeded
+from hookline.data.tokens_by_mask import BatchAndInputs, MaskOption, find_tokens
 from hookline.engine import Site, sharding_kind
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError, NotRecordedError

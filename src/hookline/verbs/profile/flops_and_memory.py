@@ -35,7 +35,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import tree
 from hookline.verbs.profile.call_tree import BACKWARD, FORWARD, RECOMPUTE, CallContext
-from hookline.verbs.profile.run_kinds import RunKind, RunKinds
+from hookline.verbs.profile.runs_by_shape import RunKind, RunKinds
 from hookline.verbs.shared.run_settings import use_autocast
 from hookline.verbs.summary import missing_formulas_text
 

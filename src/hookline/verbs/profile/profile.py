@@ -63,7 +63,7 @@ from hookline.verbs.profile.rows import (
     median_phases,
     sum_phases,
 )
-from hookline.verbs.profile.run_kinds import RunKinds
+from hookline.verbs.profile.runs_by_shape import RunKinds
 from hookline.verbs.profile.table import ProfileTable, Total
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.finalizing_line import FinalizingLine

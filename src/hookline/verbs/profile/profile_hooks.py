@@ -31,7 +31,7 @@ from hookline.engine import (
 from hookline.util.optional_imports import module_if_imported
 from hookline.verbs.profile.call_tree import CallContext
 from hookline.verbs.profile.clocks import Clock
-from hookline.verbs.profile.run_kinds import RunKinds
+from hookline.verbs.profile.runs_by_shape import RunKinds
 from hookline.verbs.profile.thread_lane import Lane, ModuleCall
 
 

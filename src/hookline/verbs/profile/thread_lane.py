@@ -44,7 +44,7 @@ from hookline.verbs.profile.call_tree import (
 )
 from hookline.verbs.profile.clocks import Clock
 from hookline.verbs.profile.costs_by_pass import CostsByPass
-from hookline.verbs.profile.run_kinds import Run
+from hookline.verbs.profile.runs_by_shape import Run
 
 _MOST_EVENTS = 800_000  # four entries an event, of a thread, for the trace
 _MOST_BORDERS = 8192
