@@ -415,7 +415,7 @@ function makeDepthStrip(host, core, chosen, onChoose) {
   function aboutRow(row) {
     const { output } = plot.table.main[row];
     const gradients = plot.gradients[row];
-    const breakableText = (value) =>
+    const brokenTexts = (value) =>
       values.bad[value]
         ? [
             " · ",
@@ -434,14 +434,14 @@ function makeDepthStrip(host, core, chosen, onChoose) {
         numberText(values.std[output]),
         spanElement(" · zeros "),
         shareText(values.zeros[output]),
-        ...breakableText(output),
+        ...brokenTexts(output),
         element("br"),
       );
     if (gradients.length)
       lines.push(
         spanElement("gradient norm "),
         numberText(normOfValues(core, gradients)),
-        ...gradients.flatMap(broken),
+        ...gradients.flatMap(brokenTexts),
       );
     return lines;
   }

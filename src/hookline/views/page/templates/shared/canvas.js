@@ -64,7 +64,7 @@ function makeMapCanvas(numbers, height, width, [low, high], kind) {
   const image = new ImageData(across, fine * height);
   const colours = colourMap(kind);
   const dark = isDark();
-  const breakableText = dark
+  const brokenColours = dark
     ? [
         [92, 34, 18],
         [255, 122, 74],
@@ -80,7 +80,7 @@ function makeMapCanvas(numbers, height, width, [low, high], kind) {
     if (number === NONE) continue;
     let colour;
     if (number === ZERO) colour = zero;
-    else if (Number.isNaN(number)) colour = broken[(row + column) & 1];
+    else if (Number.isNaN(number)) colour = brokenColours[(row + column) & 1];
     else {
       // Halved, because high - low could overflow.
       const share = (number / 2 - low / 2) / (high / 2 - low / 2 || 1);

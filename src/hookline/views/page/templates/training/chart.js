@@ -242,7 +242,7 @@ function makeChart(host, run, view, onChoose) {
       ? `${valueText(Math.min(...numbers))} to ${valueText(Math.max(...numbers))}`
       : "no finite number";
     const count = bad.filter(Boolean).length;
-    const breakableText = count
+    const broken = count
       ? `, NaN or infinity at ${count} of ${steps.length} ${each > 1 ? "points" : "steps"}`
       : "";
     return `${name}, step ${steps[0]} to ${steps.at(-1)}: ${range}${broken}`;
