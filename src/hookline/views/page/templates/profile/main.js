@@ -219,7 +219,7 @@
       const type = element("small", { class: "quiet" }, types[row]);
       const heading = [breakableText(paths[row]), " ", type];
       const share = shareText(all ? seconds / all : 0);
-      return findingButton([element("span"), heading, share, phases.join(", ")], () => {
+      return findingButtonOfParts([element("span"), heading, share, phases.join(", ")], () => {
         table.choose(row, false);
         chosen(row, { opens: true });
       });

@@ -174,7 +174,7 @@
       const effect = numbers[main][change];
       const colour = Number.isFinite(effect) ? cssColour(signedColour(effect / most)) : "#d55e00";
       const swatch = { class: "swatch", style: `--mark: ${colour}`, "aria-hidden": "true" };
-      return findingButton(
+      return findingButtonOfParts(
         [
           element("i", swatch),
           breakableText(nameOf(change)),
