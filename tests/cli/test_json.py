@@ -24,6 +24,18 @@ def make():
     return Net(2, 2)
 """
 
+TALKING = """
+from torch import nn
+print("imported")
+class Net(nn.Linear):
+    def forward(self, x):
+        print("ran")
+        return super().forward(x)
+def make():
+    print("made")
+    return Net(2, 2)
+"""
+
 
 def run(*arguments):
     return CliRunner().invoke(app, [*map(str, arguments), "--json"])
@@ -66,6 +78,17 @@ def test_stdout_is_json_alone(arguments, keys):
     assert done.exit_code == 0, done.output
     data = json.loads(done.stdout)
     assert keys <= data.keys()
+
+
+@pytest.mark.parametrize("command", ["doctor", "operations", "hooks"])
+def test_what_a_model_prints_goes_to_stderr(tmp_path, command):
+    path = tmp_path / "net.py"
+    path.write_text(TALKING)
+    done = run(command, f"{path}:make", *["random:1x2"] * (command != "hooks"))
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)
+    said = ["imported", "made", *["ran"] * (command != "hooks")]
+    assert list(dict.fromkeys(done.stderr.split())) == said
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def inspect_command(
     as_json: AsJson = False,
 ) -> None:
     """Run a model on an input: print a table and the findings, write a recording and a page."""
-    with exit_on_errors():
+    with exit_on_errors(as_json):
         if as_json and plot:
             raise InputError(
                 "--plot must be left out with --json, got both.\nLeave out one of the two."
@@ -271,7 +271,7 @@ def summary(
     as_json: AsJson = False,
 ) -> None:
     """Print a model's modules: path, type, shapes, parameters, FLOPs, memory."""
-    with exit_on_errors():
+    with exit_on_errors(as_json):
         if meta and weights not in ("default", "none"):
             raise InputError(
                 "--weights must be left out with --meta, which loads none, got both.\nLeave out"
@@ -299,7 +299,7 @@ def anatomy(
     as_json: AsJson = False,
 ) -> None:
     """Name the parts of a transformer, each proven on two inputs."""
-    with exit_on_errors():
+    with exit_on_errors(as_json):
         loaded = _load_model(model, weights)
         inputs = _read_inputs(source, loaded)
         with ProgressBar("running the model"):
@@ -316,7 +316,7 @@ def operations(
     as_json: AsJson = False,
 ) -> None:
     """List the functions of torch that a module itself calls, and the site of each call."""
-    with exit_on_errors():
+    with exit_on_errors(as_json):
         loaded, batch = _load_with_input(model, source, weights)
         with ProgressBar("running the model"):
             table = hl.operations(loaded.model, batch_to_inputs(loaded.model, batch), path)
@@ -346,7 +346,7 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure time, FLOPs and memory of each module, forward and backward."""
-    with exit_on_errors():
+    with exit_on_errors(as_json):
         loaded, batch = _load_with_input(model, source, weights)
         with ProgressBar("running the model", steps) as busy:
             profiling = profile_steps(loaded.model, batch, steps, backward=backward, progress=busy)
@@ -505,7 +505,7 @@ def invariance(
 
     The ways: alone, padded, in chunks, compiled, and others.
     """
-    with exit_on_errors():
+    with exit_on_errors(as_json):
         loaded, batch = _load_with_input(model, source, weights)
         with ProgressBar("running the model"):
             result = hl.invariance(
@@ -519,7 +519,7 @@ def invariance(
 @app.command()
 def hooks(model: ModelName, weights: Weights = "none", as_json: AsJson = False) -> None:
     """List every hook on a model as its library builds it, and who registered it."""
-    with exit_on_errors():
+    with exit_on_errors(as_json):
         inventory = hl.inventory(_load_model(model, weights).model)
     print_result_or_json(inventory, as_json)
 
@@ -541,7 +541,7 @@ def doctor_command(
     as_json: AsJson = False,
 ) -> None:
     """Say which of the selected sites would fire, and why the others would not."""
-    with exit_on_errors():
+    with exit_on_errors(as_json):
         diagnosis, description = diagnose(_load_model(model, weights), at, source, ports)
     if as_json:
         print_json({**diagnosis.to_dict(), "input": description})

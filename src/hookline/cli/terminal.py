@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from enum import StrEnum
 from threading import Timer
@@ -50,10 +50,15 @@ err: Console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False
 
 
 @contextmanager
-def exit_on_errors() -> Iterator[None]:
-    """Turn a hookline error into one to three lines and exit code 2; an interrupt into 130."""
+def exit_on_errors(as_json: bool = False) -> Iterator[None]:
+    """Turn a hookline error into one to three lines and exit code 2; an interrupt into 130.
+
+    Args:
+        as_json: whether stdout is kept for JSON: what your code prints goes to stderr.
+    """
     try:
-        yield
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            yield
     except HooklineError as error:
         print_to_stderr(str(error))
         raise typer.Exit(BAD_INPUT) from None
