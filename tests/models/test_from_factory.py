@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +98,27 @@ def test_modules_beside_the_file_can_be_imported_while_it_runs(write):
     """
     assert load_model(f"{write(code)}:make").model.in_features == 7
     assert sys.path == path_before
+
+
+@pytest.mark.parametrize("name", ["{}:make", "script_of_this_folder:make"])
+def test_a_script_gets_no_arguments_and_changes_no_folder(write, monkeypatch, name):
+    code = """
+        import argparse, os, sys
+        from torch import nn
+        os.chdir("/")
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--width", type=int, default=4)
+        options = parser.parse_args()
+        def make():
+            return nn.Linear(options.width, len(sys.argv))
+    """
+    path = Path(write(code, "script_of_this_folder.py"))
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr(sys, "argv", ["hookline", "doctor", "nets.py:make"])
+    model = load_model(name.format(path)).model
+    assert (model.in_features, model.out_features) == (4, 1)
+    assert sys.argv[1:] == ["doctor", "nets.py:make"]
+    assert Path.cwd() == path.parent
 
 
 def test_a_module_that_can_be_imported_makes_the_model():

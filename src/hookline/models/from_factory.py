@@ -48,7 +48,7 @@ def load_file_factory(file: str, factory: str) -> LoadedModel:
         close = difflib.get_close_matches(path.name, files, n=3, cutoff=0.7)
         hint = f"Did you mean {', '.join(close)}?" if close else "Give the path of a Python file."
         raise ModelError(f"the file {printable(path)} {why_no_file(path)}.\n{hint}")
-    with _first_on_sys_path(path.resolve().parent):
+    with _as_a_script(path.resolve().parent, str(file)):
         module = _run_file(path)
         return _call_factory(module, str(file), factory)
 
@@ -69,7 +69,7 @@ def load_module_factory(module_name: str, factory: str) -> LoadedModel:
     Raises:
         ModelError: as for `load_file_factory`.
     """
-    with _first_on_sys_path(Path.cwd()):
+    with _as_a_script(Path.cwd(), module_name):
         try:
             module = importlib.import_module(module_name)
         except (Exception, SystemExit) as error:
@@ -158,12 +158,19 @@ def _load_error(event: str, error: BaseException, fix: str) -> ModelError:
 
 
 @contextmanager
-def _first_on_sys_path(folder: Path) -> Iterator[None]:
-    """Put a folder first on `sys.path` inside the block, as `python file.py` does."""
-    entry = str(folder)
+def _as_a_script(folder: Path, name: str) -> Iterator[None]:
+    """Run code inside the block as `python file.py` does, without arguments.
+
+    Its folder is first on `sys.path`. A change of the current folder ends with the block, since the
+    caller's paths are relative to the one before.
+    """
+    entry, argv, here = str(folder), sys.argv, Path.cwd()
     sys.path.insert(0, entry)
+    sys.argv = [name]
     try:
         yield
     finally:
+        os.chdir(here)
+        sys.argv = argv
         if entry in sys.path:
             sys.path.remove(entry)
