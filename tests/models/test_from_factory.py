@@ -204,6 +204,12 @@ def test_a_file_that_cannot_be_run_is_an_error_with_the_line(write, said, code, 
     assert set(sys.modules) == modules_before
 
 
+def test_a_part_of_a_package_is_told_its_other_name(write, said):
+    with pytest.raises(ModelError, match="attempted relative import") as raised:
+        load_model(f"{write('from .parts import make')}:make")
+    assert "the folder that holds its package, give package.module:FACTORY" in said(raised)
+
+
 def test_a_module_that_is_not_there_is_an_error(said):
     with pytest.raises(ModelError, match="the module 'never_there' must be importable") as raised:
         load_model("never_there.nets:make")

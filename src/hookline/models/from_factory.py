@@ -98,7 +98,10 @@ def _run_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise _load_error(f"{path} cannot be run", error, "Mend the file.") from error
+        fix = "Mend the file."
+        if isinstance(error, ImportError) and "no known parent package" in str(error):
+            fix = "From the folder that holds its package, give package.module:FACTORY."
+        raise _load_error(f"{path} cannot be run", error, fix) from error
     return module
 
 
