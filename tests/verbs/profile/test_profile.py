@@ -359,6 +359,7 @@ def test_garbage_collection_is_no_time_of_a_module(hand):
         try:
             model(ones()).sum().backward()
             gc.collect()
+            assert prof.total.overhead == 0
         finally:
             gc.callbacks.remove(collect_slowly)
     assert gc.callbacks == before

@@ -111,7 +111,7 @@ class WallClock:
             seconds = STOPWATCH.left_out - left_out
             self.garbage += seconds
             if threading.get_ident() == self._thread:
-                self.overhead -= seconds  # the next border takes it for work of other lines
+                self._left_out += seconds  # or the next border takes it for work of other lines
 
     def read_pending(self) -> None:
         """Do nothing: each interval was read at once."""
