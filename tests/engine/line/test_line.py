@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +45,18 @@ def test_the_warning_of_a_dropped_line_is_where_it_was_made(net):
         drop()
     (one,) = caught
     assert (one.filename, one.lineno) == (__file__, drop.__code__.co_firstlineno + 1)
+
+
+@pytest.mark.parametrize("make", [hl.record, hl.attach, hl.profile])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_line_is_not_copied_nor_the_model_that_holds_it(net, image, copied, make):
+    net.line = line = make(net)
+    net(image)
+    with pytest.raises(TypeError, match=r"line cannot be copied.*\nKeep it out of the model"):
+        copied(net)
+    line.remove()
+    del net.line
+    copied(net)
 
 
 def test_a_recording_outlives_a_line_that_was_dropped(net, image):

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, Never, Self, final
 
 from torch.compiler import is_dynamo_compiling
 from torch.jit import ScriptModule
@@ -371,6 +371,13 @@ class Line:
 
     def __repr__(self) -> str:
         return str(self.report()).partition("\n")[0]
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            f"an hl.{self.name} line cannot be copied or pickled: its hooks are on the model of"
+            " this process.\nKeep it out of the model and of what is copied; its results, as"
+            " report(), can be."
+        )
 
     def report(self) -> Report:
         """Return a report: the line's sites, how often each fired, and why some never did.
