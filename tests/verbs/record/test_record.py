@@ -401,7 +401,7 @@ def test_an_option_is_compared_with_all_arguments(net):
         hl.record(net, "", port="input")
 
 
-@pytest.mark.parametrize("name", ["cat", "save", "passes"])
+@pytest.mark.parametrize("name", ["cat", "save", "sites"])
 def test_a_line_taken_for_its_recording_says_where_that_is(looped, name):
     line = hl.record(looped, "head")
     with line:

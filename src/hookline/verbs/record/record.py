@@ -72,7 +72,7 @@ class RecordLine(FinalizingLine[Line]):
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        if not name.startswith("_") and hasattr(Recording, name):
+        if not name.startswith("_") and name in dir(self.recording):
             raise AttributeError(
                 f"a line has no {name!r}; its recording has.\nUse that of the recording:"
                 f" with hl.record(...) as run: run.{name}, or line.recording.{name}."
