@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from hookline.cli.app import app
@@ -105,6 +106,12 @@ def test_its_table_advises_in_words_of_commands(doctor):
     words = " ".join(done.out.split())
     assert "hookline operations MODEL INPUT block1 lists what it calls" in words
     assert "hl.operations" not in words
+
+
+def test_a_failure_advises_in_words_of_commands(doctor, tmp_path):
+    save_file({"x": torch.ones(3), "y": torch.ones(3)}, tmp_path / "two.safetensors")
+    words = " ".join(doctor("mine.py:Odd", "two.safetensors").out.split())
+    assert "Give one array, or a file of arrays by the names that it takes." in words
 
 
 def test_a_forward_that_fails_exits_1_and_names_the_module(doctor):

@@ -184,11 +184,14 @@ def _translate_remedies(diagnosis: Diagnosis) -> Diagnosis:
     def translated(advice: _Advice) -> _Advice:
         return replace(advice, remedy=python_to_commands(advice.remedy))
 
+    failure = diagnosis.failure
+    if failure is not None:  # what it says may advise, too
+        failure = replace(translated(failure), what=python_to_commands(failure.what))
     return replace(
         diagnosis,
         sites=tuple(map(translated, diagnosis.sites)),
         notes=tuple(map(translated, diagnosis.notes)),
-        failure=None if diagnosis.failure is None else translated(diagnosis.failure),
+        failure=failure,
     )
 
 
