@@ -134,6 +134,14 @@ def test_the_text_of_a_result_fits(name, width, model):
     assert [line for line in lines if len(line) > width and " " in line.strip()] == []
 
 
+@pytest.mark.parametrize(
+    ("make", "sites"),
+    [(recorded, ["0", "0:grad_output"]), (stored, ["h"]), (hl.inventory, [])],
+)
+def test_a_notebook_completes_the_sites_of_a_look_up(make, sites, model):
+    assert make(model)._ipython_key_completions_() == sites
+
+
 def test_class_maps_are_a_picture_with_their_text():
     images, _ = load_demo_digits()
     maps = hl.cam(load_model("demo:digits").model, images[:2])

@@ -175,6 +175,11 @@ class Result(ABC):
         """Return the HTML that a notebook shows; it says what the text says."""
         return self._printout().html()
 
+    def _ipython_key_completions_(self) -> list[str]:
+        """Return what a notebook completes after `result["`."""
+        keys = getattr(self, "__iter__", list)()
+        return [key for key in keys if isinstance(key, str)]
+
 
 class RowsResult(Result, Generic[_Row]):
     """A result that is a list of its rows."""
