@@ -94,6 +94,8 @@ def test_sites_never_selected_are_refused_with_close_ones(net, image):
         run["transformer"]
     with pytest.raises(hl.NotRecordedError, match=r"recorded there: 'layer1\.0'"):
         run["layer1.0:input"]
+    with pytest.raises(hl.NotRecordedError, match="a key is one site, not a pattern; recorded: 8"):
+        run["layer1.**"]
 
 
 def test_a_module_as_a_key_is_told_a_site_of_its_type(net, image):

@@ -231,9 +231,10 @@ def suggestion_text(text: str, same_path: list[str], names: list[str], kept: str
     """
     if same_path:
         return f"; {kept} there: {quote_first_names(same_path)}."
-    if close := closest_names(text, names):
+    if "*" not in text and (close := closest_names(text, names)):
         return f". Did you mean {quote_first_names(close)}?"
-    return f"; {kept}: {plural(len(names), 'site')}, such as {quote_first_names(names)}."
+    why = ", because a key is one site, not a pattern" * ("*" in text)
+    return f"{why}; {kept}: {plural(len(names), 'site')}, such as {quote_first_names(names)}."
 
 
 def _parse_leaf_key(name: str) -> str | int:
