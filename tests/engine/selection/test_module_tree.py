@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch import nn
 
+import hookline as hl
 from hookline.engine.selection.module_tree import module_tree, tree_of_tensors
 
 
@@ -87,3 +91,17 @@ def test_the_layout_knows_what_holds_compiled_call_wrappers_too():
     wrapper = nn.DataParallel(model)
     wrapper.compile(backend="eager")
     assert module_tree(wrapper).compiled == [wrapper, leaf, inner]
+
+
+@pytest.mark.parametrize("verb", [hl.record, hl.check, hl.inventory])
+@pytest.mark.parametrize(
+    ("target", "where"),
+    [
+        (nn.Linear, r"of this class, Linear\(...\)"),
+        (SimpleNamespace(model=nn.ReLU()), "in its attribute .model"),
+        ("resnet18", "itself"),
+    ],
+)
+def test_what_is_no_model_is_told_where_it_is(target, where, verb):
+    with pytest.raises(hl.AttachError, match=f"Give the model {where}"):
+        verb(target)

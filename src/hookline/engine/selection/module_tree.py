@@ -208,16 +208,19 @@ def require_model(model: object, call: str) -> None:
     """
     if not isinstance(model, nn.Module):
         verb = call.partition("(")[0]
-        where = "in its attribute .model" if holds_model(model) else "itself"
+        where = place_of_model(model)
         raise AttachError(
             f"{verb} must be given a model (an nn.Module), got {type(model).__name__}."
             f"\nGive the model {where}, not a function that calls it: {call}."
         )
 
 
-def holds_model(target: object) -> bool:
-    """Tell whether an object has a model as `.model`, as what `load_model` returns does."""
-    return isinstance(getattr(target, "model", None), nn.Module)
+def place_of_model(target: object) -> str:
+    """Continue "Give the model ..." for an object that is none: `load_model` returns its holder."""
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        return f"of this class, {target.__name__}(...)"
+    holds_model = isinstance(getattr(target, "model", None), nn.Module)
+    return "in its attribute .model" if holds_model else "itself"
 
 
 @final

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hookline.engine.pytree.describe import in_words
 from hookline.engine.selection.module_tree import (
     ModuleTree,
-    holds_model,
     module_tree,
+    place_of_model,
     tree_of_tensors,
 )
 from hookline.errors import AttachError
@@ -56,8 +56,7 @@ def target_tree(target: Any, name: str) -> ModuleTree:
     are_tensors = is_mapping and all(isinstance(value, Tensor) for value in target.values())
     if are_tensors and takes_tensors:
         return tree_of_tensors(target)
-    where = "in its attribute .model" if holds_model(target) else "itself"
-    allowed, fix = "a model (an nn.Module)", f"Give the model {where}"
+    allowed, fix = "a model (an nn.Module)", f"Give the model {place_of_model(target)}"
     if takes_tensors:
         allowed, fix = f"{allowed} or tensors by name", f"{fix}, or tensors: {{'a': a}}"
     elif are_tensors:
