@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hookline.display.results import Printout
 from hookline.display.text_table import Heading
 
@@ -17,6 +19,14 @@ def test_columns_give_way_in_their_order_and_are_named():
         "Left out at 40 columns: memory. A wider",
         "terminal shows them.",
     ]
+
+
+@pytest.mark.parametrize("way", [0, 2])
+def test_a_column_that_cannot_fit_makes_no_other_give_way(way):
+    headings = Heading("site", "path"), Heading("n", "number", 1), Heading("output", "text", way)
+    printout = Printout(headings=headings, rows=[["a" * 20, "1", "b" * 20]])
+    assert printout.text(40).splitlines()[0] == "site                  n"
+    assert "Left out at 40 columns: output." in printout.text(40)
 
 
 def test_wide_characters_take_two_columns():

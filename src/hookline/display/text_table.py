@@ -77,22 +77,16 @@ class TextTable:
     def _fit_widths(self) -> dict[int, int]:
         """Leave out columns without room, and return the widths of the others."""
         least = {index: self._least_width(index) for index in self._columns}
-        places = [index for index in self._columns if self._columns[index].gives_way]
-        places.sort(key=lambda index: self._columns[index].gives_way)
-        # Where these do not suffice, columns go from the right.
-        while sum(least.values()) + len(_GAP) * (len(least) - 1) > self._width and len(least) > 1:
-            order = self._columns[places[0]].gives_way if places else 0
-            going = [index for index in places if self._columns[index].gives_way == order]
-            if not going and self._columns[max(least)].kind == "prose":  # it says what matters
+        while self._total_width(least) > self._width and len(least) > 1:
+            going = self._columns_to_go(least)
+            if going:
+                self._left_out[self._columns[going[0]].name] = None
+                for index in going:
+                    del least[index], self._columns[index]
+            else:
                 self._below.append(max(least))
                 del least[max(least)]
-                continue
-            going = going or [max(least)]
-            self._left_out[self._columns[going[0]].name] = None
-            for index in going:
-                del least[index], self._columns[index]
-            places = [index for index in places if index in least]
-        room = self._width - sum(least.values()) - len(_GAP) * (len(least) - 1)
+        room = self._width - self._total_width(least)
         for index in sorted(least, key=lambda index: (index > 0, self._natural_width(index))):
             width = max(min(self._natural_width(index), least[index] + room), least[index])
             if self._columns[index].kind == "path":  # more than its longest path is of no use
@@ -100,6 +94,30 @@ class TextTable:
             room -= width - least[index]
             least[index] = width
         return least
+
+    def _total_width(self, widths: Mapping[int, int]) -> int:
+        return sum(widths.values()) + len(_GAP) * (len(widths) - 1)
+
+    def _columns_to_go(self, least: Mapping[int, int]) -> list[int]:
+        """Return the columns that are left out next; none if prose is to go below its rows."""
+        columns = {index: self._columns[index] for index in least}
+        stay = {
+            index: least[index]
+            for index, column in columns.items()
+            if not column.gives_way and column.kind != "prose"
+        }
+        # Where those that stay are too wide by themselves, the room of others would not suffice.
+        if self._total_width(stay) > self._width and len(stay) > 1:
+            return [max(stay)]
+        fits = {
+            index: self._total_width({**stay, index: least[index]}) <= self._width
+            for index, column in columns.items()
+            if column.gives_way
+        }
+        if fits:
+            first = min(fits, key=lambda index: (fits[index], columns[index].gives_way))
+            return [index for index in fits if columns[index].gives_way == columns[first].gives_way]
+        return [] if columns[max(least)].kind == "prose" else [max(least)]  # it says what matters
 
     def _line_widths(self, index: int) -> list[int]:
         lines = [text_width(text) for cells in self._cells for text, _ in cells[index]]
