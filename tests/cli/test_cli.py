@@ -229,6 +229,13 @@ def test_a_folder_that_may_not_be_listed_is_refused(traps, monkeypatch):
     assert "must be readable, got PermissionError" in complaint(done)
 
 
+@pytest.mark.parametrize("words", [[], ["summary"], ["store", "info"]])
+def test_h_is_short_for_help(words):
+    texts = [CliRunner().invoke(app, [*words, option]).stdout for option in ("-h", "--help")]
+    assert "Usage: " in texts[0]
+    assert texts[0] == texts[1]
+
+
 def test_the_version_is_printed(tmp_path):
     done = run("--version", cwd=tmp_path)
     assert done.returncode == 0

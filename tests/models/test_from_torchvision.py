@@ -45,6 +45,8 @@ def test_an_unknown_name_is_an_error_with_close_matches(said):
     with pytest.raises(ModelError, match="torchvision has no model 'resnet43'") as raised:
         load_model("torchvision:resnet43")
     assert "Did you mean torchvision:resnet" in said(raised)
+    with pytest.raises(ModelError, match="Did you mean torchvision:resnet18,"):
+        load_model("torchvision:ResNet18")
     with pytest.raises(ModelError) as raised:
         load_model("torchvision:zzz")
     assert "torchvision.models.list_models() lists the" in said(raised)

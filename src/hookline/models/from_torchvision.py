@@ -67,7 +67,7 @@ def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
 def unknown_model_error(name: str, names: list[str], listing: str) -> ModelError:
     """Return the error for a model that a library does not have, with the closest names."""
     library, _, short = name.partition(":")
-    close = difflib.get_close_matches(short, names, n=4, cutoff=0.6)
+    close = difflib.get_close_matches(short.lower(), names, n=4, cutoff=0.6)
     hint = (
         f"Did you mean {', '.join(f'{library}:{match}' for match in close)}?"
         if close
