@@ -59,6 +59,8 @@ def test_a_picture_of_a_digit_is_recognised():
         pixels = (image[0] * 255).round().byte().numpy()
         large = Image.fromarray(pixels).resize((64, 64), Image.Resampling.NEAREST).convert("RGBA")
         assert net(preprocess_digit(large)[None]).argmax().item() == label
+        deep = Image.fromarray(pixels.astype("uint16") * 257)  # 16 bits, as a scanner writes
+        assert torch.equal(preprocess_digit(deep), preprocess_digit(Image.fromarray(pixels)))
 
 
 @pytest.mark.slow

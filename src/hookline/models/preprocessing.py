@@ -33,10 +33,10 @@ def accept_any_mode(transform: Preprocess, mode: str = "RGB") -> Preprocess:
 
 
 def _convert_and_transform(transform: Preprocess, mode: str, picture: Image) -> Tensor:
-    return transform(_to_8_bits(picture).convert(mode))
+    return transform(to_8_bits(picture).convert(mode))
 
 
-def _to_8_bits(picture: Image) -> Image:
+def to_8_bits(picture: Image) -> Image:
     """Return a grey picture of 16 bits with 8: pillow would take all from 255 on for white.
 
     Raises:
@@ -78,7 +78,7 @@ def guess_preprocess(picture: Image) -> Tensor:
     width, height = (max(256, round(side * scale)) for side in picture.size)
     left, top = (width - 224) // 2, (height - 224) // 2
     # 2 is PIL.Image.Resampling.BILINEAR, which antialiases when it shrinks a picture.
-    small = _to_8_bits(picture).convert("RGB").resize((width, height), 2)
+    small = to_8_bits(picture).convert("RGB").resize((width, height), 2)
     pixels = np.asarray(small.crop((left, top, left + 224, top + 224)), dtype=np.float32) / 255
     normal = (pixels - _IMAGENET_MEAN) / _IMAGENET_STD
     return torch.from_numpy(np.ascontiguousarray(normal.transpose(2, 0, 1)))

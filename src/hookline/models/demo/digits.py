@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hookline.models.demo.net import DigitsNet
+from hookline.models.preprocessing import to_8_bits
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -79,7 +80,10 @@ def preprocess_digit(picture: Image) -> Tensor:
 
     Returns:
         Shape `(1, 8, 8)`, float32 from 0 (dark) to 1 (light).
+
+    Raises:
+        InputError: the picture has 32 bits a channel.
     """
     # 4 is PIL.Image.Resampling.BOX: the mean over each cell, as in the data set itself.
-    small = picture.convert("L").resize((8, 8), 4)
+    small = to_8_bits(picture).convert("L").resize((8, 8), 4)
     return torch.from_numpy(np.asarray(small, dtype=np.float32) / 255).unsqueeze(0)
