@@ -24,6 +24,7 @@ from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import attributes, local_shards, parts_of_wrapper
 from hookline.engine.torch_private.distributed import class_before_fsdp2, gather_full, is_dtensor
 from hookline.engine.torch_private.modules import parts_of_sparse, wrapper_chain
+from hookline.util.view_as_array import view_as_array
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _COMPILED = re.compile(r"\._orig_mod\b")  # of a path through a module that torch.compile wraps
@@ -217,7 +218,7 @@ def _value_bytes(tensor: Any) -> Any:
         return _value_bytes(tensor.dequantize())
     try:
         flat = tensor.cpu().contiguous().reshape(-1)
-        return flat.view(torch.uint8).numpy().data
+        return view_as_array(flat.view(torch.uint8)).data
     except (RuntimeError, TypeError):  # a subclass: by its numbers
         return repr(tensor.tolist()).encode()
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from hookline.errors import OverwrittenError
 from hookline.files.folder_or_url import OpenFile
 from hookline.files.sealed_json import checksum
+from hookline.util.view_as_array import view_as_array
 
 # The names of dtypes in a file's header.
 DTYPES = {
@@ -96,14 +97,14 @@ def view_as_bytes(tensor: Tensor) -> Tensor:
 def to_byte_array(tensor: Tensor) -> NDArray[np.uint8]:
     """Return the bytes of a dense tensor, copied where they are not contiguous on the CPU."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data: NDArray[np.uint8] = view_as_bytes(plain).numpy()
+    data: NDArray[np.uint8] = view_as_array(view_as_bytes(plain))
     return data
 
 
 def _as_memoryview(tensor: Tensor) -> memoryview:
     if tensor.dtype not in IN_NUMPY:
         tensor = view_as_bytes(tensor)
-    return tensor.numpy().data
+    return view_as_array(tensor).data
 
 
 @final

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hookline.statistics.channel_dim import channel_dim
 from hookline.statistics.finiteness import detach_local_numbers
+from hookline.util.view_as_array import view_as_array
 
 _N_SAMPLED = 1024  # elements, at least, whose quartiles tell the spread without outliers
 _COARSE = 1e-3  # of the squared mean
@@ -182,7 +183,7 @@ def _sample_elements(tensor: Tensor) -> NDArray[Any]:
     elements = tensor.reshape(-1)
     wanted = len(elements) // _N_SAMPLED
     stride = next((p for p in _PRIMES if p <= wanted and len(elements) % p), 1)
-    sample: NDArray[Any] = elements[: stride * _N_SAMPLED : stride].cpu().numpy()
+    sample: NDArray[Any] = view_as_array(elements[: stride * _N_SAMPLED : stride].cpu())
     return sample
 
 

@@ -27,6 +27,7 @@ from hookline.engine import (
 from hookline.engine.pytree import tree
 from hookline.statistics.flat_numbers import is_quantised
 from hookline.statistics.moments import Moments
+from hookline.util.view_as_array import view_as_array
 
 # Sums of these overflow, or lose their digits, unless they are added up in float32.
 _WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
@@ -212,4 +213,4 @@ def measure_local_moments(tensor: Tensor) -> Moments:
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     wide = plain if plain.dtype in (torch.float32, torch.float64) else plain.double()
-    return Moments.of(wide.cpu().numpy())
+    return Moments.of(view_as_array(wide.cpu()))

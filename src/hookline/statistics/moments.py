@@ -34,6 +34,7 @@ from hookline.statistics.flat_numbers import (
     numeric_strided_parts,
     to_real_float,
 )
+from hookline.util.view_as_array import view_as_array
 
 _BLOCK = 65_536  # numbers: as float64, they fit into the cache
 
@@ -301,11 +302,11 @@ class MomentsStatistic(SumsAndExtremes):
                 slots = function(slots, piece.contiguous())
             return slots
         if _is_numpy_readable(part):
-            return _add_moments(slots, Moments.of(part.numpy()))
+            return _add_moments(slots, Moments.of(view_as_array(part)))
         for piece in flat_chunks(part):
             flat = to_real_float(piece)
             if flat.is_cpu:
-                slots = _add_moments(slots, Moments.of(flat.numpy()))
+                slots = _add_moments(slots, Moments.of(view_as_array(flat)))
             else:
                 slots = _add_by_torch(slots, flat)
         return slots
@@ -326,7 +327,7 @@ class MomentsStatistic(SumsAndExtremes):
             slots = torch.tensor([_EMPTY] * len(tensors), dtype=torch.float64, device="cpu")
             native.measure_many(tensors, slots)
         elif 0 < self._meter.until_native < math.inf and not _COMPILED.reductions:
-            rows = [_moments_to_slots(Moments.of(tensor.numpy())) for tensor in tensors]
+            rows = [_moments_to_slots(Moments.of(view_as_array(tensor))) for tensor in tensors]
             slots = torch.tensor(rows, dtype=torch.float64, device="cpu")
         else:
             return None
@@ -407,7 +408,7 @@ def measure_moments(tensor: Tensor) -> Moments:
     moments = Moments()
     for part in numeric_strided_parts(tensor):
         for piece in flat_chunks(part):
-            moments = moments + Moments.of(to_real_float(piece).numpy())
+            moments = moments + Moments.of(view_as_array(to_real_float(piece)))
     return moments
 
 

@@ -19,6 +19,7 @@ from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
 from hookline.statistics.flat_numbers import float64_chunks
 from hookline.statistics.moments import Moments, measure_moments
+from hookline.util.view_as_array import view_as_array
 
 Array = NDArray[Any]
 
@@ -215,7 +216,7 @@ def histogram_and_statistics(tensor: Tensor, bins: int) -> tuple[Array, Array, S
         flat = piece.flatten().cpu()
         if statistics.non_finite:
             flat = flat[flat.isfinite()]
-        counts += count_in_equal_bins((flat * factor if factor != 1 else flat).numpy(), edges)
+        counts += count_in_equal_bins(view_as_array(flat * factor if factor != 1 else flat), edges)
     edges /= factor
     return counts, edges, statistics
 

@@ -38,6 +38,7 @@ from hookline.files.safetensors_file import (
 from hookline.files.unreadable_or_damaged import DAMAGE, DamagedError, convert_read_errors
 from hookline.statistics import Moments
 from hookline.statistics.flat_numbers import to_real_float
+from hookline.util.view_as_array import view_as_array
 
 # Columns of the store itself. "@" begins no path of a module.
 ITEM, LENGTH, TOKEN = "@item", "@length", "@token"
@@ -286,7 +287,7 @@ def _moments(tensors: Sequence[Tensor]) -> Moments:
     moments = Moments()
     for tensor in tensors:
         plain = tensor if tensor.dtype in IN_NUMPY else to_real_float(tensor)
-        moments = moments + Moments.of(plain.numpy())
+        moments = moments + Moments.of(view_as_array(plain))
     return moments
 
 

@@ -20,6 +20,7 @@ from hookline.display.text import escape_html, listed, plural
 from hookline.engine.pytree import describe
 from hookline.errors import HooklineError, InputError, warn
 from hookline.util.optional_imports import how_to_install, require
+from hookline.util.view_as_array import view_as_array
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -267,7 +268,7 @@ def _to_rgb_pixels(picture: Any) -> Pixels:
         plain = readable.detach().cpu()
         if plain.is_floating_point():
             plain = plain.float()  # numpy has no bfloat16
-        values = plain.permute(1, 2, 0).numpy() if plain.dim() == 3 else plain.numpy()
+        values = view_as_array(plain.permute(1, 2, 0) if plain.dim() == 3 else plain)
     else:
         values = np.asarray(readable)
     is_whole = np.issubdtype(values.dtype, np.integer)

@@ -15,6 +15,7 @@ from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.recordings import PassRecord, Recording
+from hookline.util.view_as_array import view_as_array
 from hookline.verbs.compare.rank_groups import INPUT, RankGroup, passes_with_values
 from hookline.verbs.shared.token_inputs import CACHES, token_inputs
 
@@ -303,4 +304,4 @@ def _digest(tensor: Tensor) -> str:
     numbers = tensor.detach().cpu().contiguous()
     if numbers.is_floating_point():  # equal numbers of two dtypes are the same
         numbers = numbers.double()
-    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(view_as_array(numbers).tobytes()).hexdigest()[:16]
