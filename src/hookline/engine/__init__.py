@@ -17,7 +17,8 @@ from hookline.engine.compile.graph_capture import (
 )
 from hookline.engine.compile.compiled_runs import CompiledRun
 from hookline.engine.distributed.tensor_parallel import (
-    gather_stacked, reduce_partial, tensor_parallel_parameters, tensor_parallel_ranks,
+    ShardingRanks, gather_stacked, reduce_partial, tensor_parallel_parameters,
+    tensor_parallel_ranks,
 )
 from hookline.engine.distributed.rendezvous import (
     TIMEOUT_S, failures_by_rank, format_by_rank, gather_json, group_ranks, publish_failure,

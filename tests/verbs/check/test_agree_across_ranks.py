@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -302,3 +303,22 @@ def check_unreduced(rank, folder, is_reduced_later):
     finding = caught.value.finding
     assert (finding.step, finding.rank, finding.kind) == (0, 1, "gradient")
     assert ("set_requires_gradient_sync(False)" in finding.notes[-1]) is not is_reduced_later
+
+
+@on_ranks
+def test_ranks_with_shards_of_other_models_wait_for_none(rank, folder):
+    # Each rank is a stage of a pipeline: its weights are sharded over itself alone.
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "data"))["data"]
+    model = fully_shard(Root(), mesh=mesh)
+    with hl.check(model) as line:
+        for _ in range(1 + rank):
+            model(torch.ones(2, 4))
+    assert line.findings == []
+
+
+@on_ranks
+def test_a_check_of_shards_on_one_rank_is_an_error(rank, folder):
+    model = sharded()
+    with pytest.raises(hl.RanksError, match=r"rank 0: hl\.check of sharded weights; rank 1: hl\."):
+        hl.check(model) if rank == 0 else hl.clip(model, norm=1.0)
+    train(model, torch.ones(2, 4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hookline.engine.torch_private.distributed import (
     fsdp1_dtensor_layouts,
+    fsdp1_groups,
     fsdp2_parameter_pairs,
     is_dtensor,
     is_partial_dtensor,
@@ -62,6 +63,37 @@ def _ranks_along(mesh: Any, dims: list[int]) -> list[int]:
 
 def _fsdp2_pairs(model: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
     return [pair for module in model.modules() for pair in fsdp2_parameter_pairs(module)]
+
+
+@final
+class ShardingRanks(NamedTuple):
+    """The ranks over which the weights of a model are sharded."""
+
+    groups: tuple[tuple[Any, torch.device], ...]  # process groups, and the device of each
+    covers_job: bool  # whether together they are all ranks of the job
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ShardingRanks:
+        """Return the groups in which ranks make each pass of a model together.
+
+        A stage of a pipeline is sharded over some ranks of the job only. Those of another stage
+        wait for its values.
+        """
+        shards = [shard for shard, _ in _fsdp2_pairs(model)]
+        meshes = [t.device_mesh for t in [*shards, *model.parameters()] if is_dtensor(t)]  # type: ignore[attr-defined]
+        meshes += [layout.mesh for layout in fsdp1_dtensor_layouts(model)]
+        pairs = fsdp1_groups(model)
+        job = {rank for group, _ in pairs for rank in dist.get_process_group_ranks(group)}
+        for mesh in dict.fromkeys(meshes):
+            if mesh.get_coordinate() is not None:  # this rank is in it
+                pairs += [
+                    (group, torch.device(mesh.device_type)) for group in mesh.get_all_groups()
+                ]
+                job.update(mesh.mesh.flatten().tolist())
+        # Groups of the same ranks appear once, in the order of the weights.
+        by_ranks = {tuple(dist.get_process_group_ranks(pair[0])): pair for pair in reversed(pairs)}
+        groups = tuple(pair for ranks, pair in reversed(by_ranks.items()) if len(ranks) > 1)
+        return cls(groups, len(job) == dist.get_world_size())
 
 
 def reduce_partial(tensor: Tensor) -> Tensor:

@@ -335,6 +335,11 @@ def fsdp1_dtensor_layouts(model: nn.Module) -> list[Any]:
     return [note for note in notes if note is not None]
 
 
+def fsdp1_groups(model: nn.Module) -> list[tuple[Any, torch.device]]:
+    """Return the process groups of FSDP1's wrappers, each with the device of the weights."""
+    return [(handle.process_group, handle.device) for handle in _fsdp1_handles(model)]
+
+
 def _fsdp1_handles(model: nn.Module) -> list[Any]:
     handles: list[Any] = [module._handle for module in model.modules() if wraps_fsdp1(module)]
     return [handle for handle in handles if handle]

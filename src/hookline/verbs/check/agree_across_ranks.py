@@ -6,8 +6,8 @@ the optimizer steps, or the block ends. There all ranks know that gradients were
 over the store, and raise the same error. While all is well, nothing is exchanged.
 
 Where weights are sharded, each rank has other gradients, and a forward is a collective already. So
-the ranks meet at the end of each pass, of each backward and of the block, and before each step, to
-exchange one number.
+the ranks over which they are sharded meet at the end of each pass, of each backward and of the
+block, and before each step, to exchange one number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hookline.display.text import first_line
-from hookline.engine import TIMEOUT_S, gather_json, group_ranks
+from hookline.engine import gather_json, group_ranks
 from hookline.errors import RanksError
 from hookline.verbs.check.finding import CheckFinding
 
@@ -28,24 +28,15 @@ _OF_ALL = ("gradient", "parameter")
 _UNKNOWN = "holds it; the rank that made it is not known"
 
 
-def is_set_on_any_rank(flag: bool, device: torch.device) -> bool:
-    """Tell whether a flag is set on any rank. A collective."""
+def is_set_on_any_rank(flag: bool, group: Any, device: torch.device) -> bool:
+    """Tell whether a flag is set on any rank of a group. A collective."""
     flags = torch.tensor(int(flag), device=device)
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group)
     return bool(flags)
 
 
-def earliest_of_ranks_if_any(
-    finding: CheckFinding | None, device: torch.device
-) -> CheckFinding | None:
-    """Return the earliest finding of all ranks; None if no rank has one. A collective."""
-    if not is_set_on_any_rank(finding is not None, device):
-        return None
-    return earliest_of_ranks(finding)
-
-
 def earliest_of_ranks(
-    finding: CheckFinding | None, timeout: float = TIMEOUT_S
+    finding: CheckFinding | None, group: Any = None, question: str = _QUESTION
 ) -> CheckFinding | None:
     """Return the earliest finding of all ranks, the same on each of them; None if none has one.
 
@@ -53,14 +44,15 @@ def earliest_of_ranks(
 
     Args:
         finding: this rank's finding, if it has one.
-        timeout: how long to wait for the other ranks, in seconds.
+        group: the process group; None is all ranks.
+        question: what the ranks ask, for messages.
     """
-    ranks = group_ranks(None, _QUESTION)
+    ranks = group_ranks(group, question)
     if len(ranks) < 2:
         return finding
     try:
         data = None if finding is None else finding.as_json()
-        answers = gather_json(_QUESTION, data, ranks, timeout)
+        answers = gather_json(question, data, ranks)
     except RanksError as error:
         if finding is None:
             raise

@@ -221,7 +221,7 @@ class BackwardChecks:
 
     def _agree_on_finding(self, runs: list[CheckedRun], loss: LossGraph | None) -> None:
         """Agree with the other ranks on the finding of this backward, where weights are sharded."""
-        if self._checked.sharded_on is None:
+        if self._checked.sharded_over is None:
             return
         waiting = self._finding_of_unreduced_gradients(runs, loss)
         finding = self._checked.earliest(self._outcome.in_backward or self._nan_loss or waiting)

@@ -9,7 +9,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Self, final
 
-import torch
 from torch import nn
 
 from hookline.display.text import plural
@@ -18,6 +17,7 @@ from hookline.engine import (
     Line,
     ModuleNode,
     Report,
+    ShardingRanks,
     Site,
     has_forward,
     has_process_group,
@@ -62,9 +62,8 @@ class CheckLine(FinalizingLine[Line]):
         self._outcome = PendingFindings(folder)
         self.findings: list[CheckFinding] = self._outcome.all
         is_sharded = has_process_group() and bool(sharding_kind(model))
-        devices = (parameter.device for parameter in model.parameters())
-        sharded_on = next(devices, torch.device("cpu")) if is_sharded else None
-        self._checked = checked = CheckedModel(line.passes, weakref.ref(model), sharded_on)
+        over = ShardingRanks.of(model) if is_sharded else None
+        self._checked = checked = CheckedModel(line.passes, weakref.ref(model), over)
         self._forward = ForwardChecks(checked, self._outcome, also)
         self._backward = BackwardChecks(
             checked, self._outcome, self._forward, warns_of_missing="missing_grad" in also
@@ -81,6 +80,7 @@ class CheckLine(FinalizingLine[Line]):
         """Refuse a model that is poisoned already, and attach the taps, all or none."""
         line = self._line
         finding = _find_bad_weight(line.nodes, None, with_buffers=True)
+        finding = self._checked.earliest_at_start(finding)
         if finding is not None:
             raise self._outcome.add(finding).error()
         places = [
@@ -231,6 +231,7 @@ def check(
     Raises:
         AttachError: `model` is not a model, or `also` names something unknown.
         FolderError: `keep` cannot be written.
+        RanksError: weights are sharded, and another rank that has shards does not check.
         NonFiniteError: a parameter is not finite, or a buffer holds a NaN. Later, the model's call,
             the optimizer's step or the end of the block raises it: a value is not finite.
     """

@@ -172,7 +172,8 @@ class ForwardChecks:
 
     def begin_pass(self, current: Pass) -> None:
         """Make the run of a pass, and judge it when the pass ends."""
-        run = CheckedRun(self._n_runs, self._checked.sharded_on is not None, current.is_transformed)
+        is_sharded = self._checked.sharded_over is not None
+        run = CheckedRun(self._n_runs, is_sharded, current.is_transformed)
         self._n_runs += 1
         current.opened[RUN], current.opened[_EXTREMES] = [run], []
         run.sums = current.log

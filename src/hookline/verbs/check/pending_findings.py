@@ -6,14 +6,17 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple, final
 
-import torch
 from torch import Tensor, nn
 
 from hookline.display.text import type_and_line
-from hookline.engine import Passes, has_process_group
+from hookline.engine import Passes, ShardingRanks, has_process_group
 from hookline.errors import FolderError
 from hookline.statistics.finiteness import count_nan_and_inf
-from hookline.verbs.check.agree_across_ranks import earliest_of_ranks_if_any, rank_here
+from hookline.verbs.check.agree_across_ranks import (
+    earliest_of_ranks,
+    is_set_on_any_rank,
+    rank_here,
+)
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.nonfinite_origins import Origin
 from hookline.verbs.check.replay import Replay
@@ -27,22 +30,34 @@ class CheckedModel(NamedTuple):
 
     passes: Passes
     model: weakref.ref[nn.Module]
-    # The device of the model's weights where they are sharded, so that the ranks run each pass and
-    # each backward together; otherwise None.
-    sharded_on: torch.device | None
+    # Where the model's weights are sharded, so that the ranks run each pass and each backward
+    # together; otherwise None.
+    sharded_over: ShardingRanks | None
 
     def earliest(self, finding: CheckFinding | None) -> CheckFinding | None:
-        """Return the earliest finding of all ranks where weights are sharded; else this rank's."""
-        return (
-            finding
-            if self.sharded_on is None
-            else earliest_of_ranks_if_any(finding, self.sharded_on)
-        )
+        """Return the earliest finding of all ranks where weights are sharded; else this rank's.
+
+        Ranks of other groups, as those of another stage of a pipeline, make other passes.
+        """
+        for group, device in self.sharded_over.groups if self.sharded_over else ():
+            if is_set_on_any_rank(finding is not None, group, device):
+                finding = earliest_of_ranks(finding, group)
+        return finding
+
+    def earliest_at_start(self, finding: CheckFinding | None) -> CheckFinding | None:
+        """Return the earliest finding before the first pass, and see that all ranks check.
+
+        Raises:
+            RanksError: one does not. The others would wait for it in their first pass.
+        """
+        for group, _ in self.sharded_over.groups if self.sharded_over else ():
+            finding = earliest_of_ranks(finding, group, "hl.check of sharded weights")
+        return finding
 
     @property
     def others_would_wait(self) -> bool:
         """Tell whether an error on this rank alone would let the others wait for it."""
-        return has_process_group() and self.sharded_on is None
+        return has_process_group() and not (self.sharded_over and self.sharded_over.covers_job)
 
 
 @final
