@@ -322,3 +322,18 @@ def test_a_check_of_shards_on_one_rank_is_an_error(rank, folder):
     with pytest.raises(hl.RanksError, match=r"rank 0: hl\.check of sharded weights; rank 1: hl\."):
         hl.check(model) if rank == 0 else hl.clip(model, norm=1.0)
     train(model, torch.ones(2, 4))
+
+
+@on_ranks
+def test_gradients_that_are_reduced_by_hand_are_judged(rank, folder):
+    model = Root()
+    model.limit = lambda x: (1e3 if rank == 1 else 0) + 0 * x.detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        model(torch.ones(2, 4)).sum().backward()
+        for weight in model.parameters():
+            dist.all_reduce(weight.grad)
+        optimizer.step()
+        raise AssertionError("the optimizer has stepped with a NaN")
+    finding = caught.value.finding
+    assert (finding.rank, finding.kind, finding.step) == (1, "forward", 0)

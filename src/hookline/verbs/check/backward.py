@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hookline.engine import (
@@ -354,8 +355,11 @@ class BackwardChecks:
         if not stepped or (isinstance(skipped, Tensor) and bool(skipped)):
             return None  # the optimizer itself skips the step, as GradScaler asks it to
         self._has_stepped = True
-        known = self._outcome.in_backward
+        known = self._outcome.in_backward or self._outcome.until_step
         is_judged = known is None and self._judged.are_same(stepped)
+        if is_judged and self._checked.others_would_wait:
+            # A collective after the backward may have written to them: no version tells.
+            is_judged = isinstance(self._model(), DistributedDataParallel)
         is_bad = not is_judged and not self._gradients_are_finite(param_ids)
         finding = (
             (known or self._describe_gradients_not_from_outputs(stepped))
