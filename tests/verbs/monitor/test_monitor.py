@@ -840,6 +840,18 @@ def test_integer_values_are_left_out_and_said_once():
     assert list(seen.sites) == ["(root)", "0", "1:input", "1"]
 
 
+def test_sites_that_are_left_out_have_their_own_reasons():
+    class Rows(nn.Module):
+        def forward(self, x):
+            return x[:0]
+
+    model = nn.Sequential(nn.Embedding(5, 3), Rows())
+    said = r"\(root\):input is left out: its values are int64 \(and 0:input\); 1 had an empty value"
+    with pytest.warns(hl.HooklineWarning, match=said):
+        with hl.monitor(model, ("(root):input", "0:input", "1")):
+            model(torch.zeros(4, dtype=torch.long))
+
+
 def test_an_empty_value_is_said_once_and_counts_as_none():
     model = net()
     with pytest.warns(hl.HooklineWarning, match="empty value") as told:

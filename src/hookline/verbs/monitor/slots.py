@@ -499,11 +499,15 @@ class Slots:
         """Warn of what was complained of since the last call."""
         complaints, self._complaints = self._complaints, []
         if complaints:
-            site, complaint = complaints[0]
-            others = [name for name, _ in complaints[1:]]
-            rest = f" (and {listed(others, 4)})" if others else ""
+            sites: dict[str, list[str]] = {}
+            for site, complaint in complaints:
+                sites.setdefault(complaint, []).append(site)
+            said = [
+                f"{first} {complaint}" + f" (and {listed(others, 4)})" * bool(others)
+                for complaint, (first, *others) in sites.items()
+            ]
             warn(
-                f"hl.monitor: {site} {complaint}{rest}."
+                f"hl.monitor: {'; '.join(said[:4])}{'; …' * (len(said) > 4)}."
                 "\nSelect other sites, or give stats= that can measure these."
             )
 
