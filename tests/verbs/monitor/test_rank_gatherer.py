@@ -463,3 +463,19 @@ def test_parts_of_features_are_not_merged_as_rows(rank, folder):
         assert seen["1"].results == [None]
         assert seen.rank(rank)["1"].results[0].matrix.shape == (3, 3)
         torch.testing.assert_close(seen["3"].results[0].matrix, expected.matrix)
+
+
+@on_ranks
+def test_parameters_that_are_no_copies_are_told(rank, folder):
+    model = nn.ModuleDict({"router": nn.Linear(4, 4), "expert": nn.Linear(4, 4)})
+    for name, layer in model.items():
+        nn.init.constant_(layer.weight, 1.0 + rank * (name == "expert"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.warns(hl.HooklineWarning, match=r"first rank of expert\.weight:value, which") as told:
+        with hl.monitor(model, "*.weight", ports="value") as seen:
+            for _ in range(2):
+                model["expert"](model["router"](torch.ones(2, 4))).sum().backward()
+                optimizer.step()
+    assert len(told) == 1
+    assert seen["expert.weight:value"].mean.tolist() == [1, 1]
+    assert seen.rank(1)["expert.weight:value"].mean.tolist() == [2, 2]

@@ -8,6 +8,7 @@ import weakref
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -152,6 +153,7 @@ class RankGatherer:
         self, sites: list[SiteSlots], packed_slots: Tensor, version: int, at: ReportedStep
     ) -> tuple[Layout, NDArray[Any]]:
         is_new = version != self._version
+        has_agreed = self._barrier is None
         if self._barrier is None:
             self._barrier = self._make_barrier(at)
             self._agree_on_layout(sites, version)
@@ -160,8 +162,11 @@ class RankGatherer:
         gathered = _all_gather(self._slots_in_layout(sites, packed_slots, is_new=is_new))
         if gathered[:, 0].any():  # a site has appeared on some rank
             self._agree_on_layout(sites, version)
+            has_agreed = True
             gathered = _all_gather(self._slots_in_layout(sites, packed_slots, is_new=False))
         slots = gathered[:, 1:]
+        if has_agreed:
+            self._warn_of_unequal_parameters(slots)
         if self._copies.record_differences(self._layout, slots):
             self._layout = self._layout_of_all(len(slots))
         return self._layout, slots
@@ -201,6 +206,22 @@ class RankGatherer:
                 self._by_name.setdefault(site.name, {})[rank] = site
         _warn_of_differing_slot_counts(self._by_name)
         self._layout, self._version = self._layout_of_all(len(by_rank)), version
+
+    def _warn_of_unequal_parameters(self, slots: NDArray[Any]) -> None:
+        """Warn of parameters that are no copies, though the first rank's numbers stand for all."""
+        names = []
+        for name, holders in self._by_name.items():
+            if len(holders) > 1 and {site.counts for site in holders.values()} == {FIRST}:
+                spans = [span for _, span in self._layout.by_site[name]]
+                of_ranks = slots[sorted(holders), spans[0].start : spans[-1].stop]
+                if _are_of_different_values(of_ranks):
+                    names.append(name)
+        if names:
+            warn(
+                f"hl.monitor shows the numbers of the first rank of {listed(names, 4)}, which"
+                " differs between ranks, as experts and stages of a pipeline do."
+                "\nRead those of another rank: seen.rank(1)[...]."
+            )
 
     def _layout_of_all(self, n_ranks: int) -> Layout:
         entries: list[Entry] = []
@@ -303,6 +324,17 @@ def _check_ranks_agree(what: str, texts: list[str]) -> None:
             f"the ranks monitor different {what}: {format_by_rank(range(len(texts)), texts)}."
             "\nCall hl.monitor with the same arguments on every rank."
         )
+
+
+def _are_of_different_values(slots: NDArray[Any]) -> bool:
+    """Tell whether most slots of a rank differ from those of the first, by more than rounding.
+
+    A sum may differ much by rounding alone, where its terms cancel.
+    """
+    present = slots[~np.isnan(slots).all(axis=1)]
+    counted = present[:1] != 0
+    differ = ~np.isclose(present, present[:1], rtol=0.01, atol=0.0, equal_nan=True) & counted
+    return bool((2 * differ.sum(axis=1) > counted.sum()).any())
 
 
 def _warn_of_differing_slot_counts(by_name: dict[str, dict[int, _RankSite]]) -> None:
