@@ -90,6 +90,14 @@ def test_what_is_zero_everywhere_or_gets_nothing_is_dead(model, x):
     assert "4 dead: 0.weight:grad" in str(flow)
 
 
+def test_a_table_says_100_percent_of_zeros_alone():
+    model = nn.Sequential(nn.Embedding(2000, 2), nn.Linear(2, 1))
+    with hl.record(model, "0", ports="grad") as run:
+        model(torch.tensor([3, 7])).sum().backward()
+    assert run.gradients()["0.weight:grad"].zeros == 0.999
+    assert str(run.gradients()).splitlines()[1].endswith(" 99.9 %")
+
+
 def test_a_single_number_that_is_zero_is_all_zeros():
     model = nn.Linear(2, 1)
     with hl.record(model, "bias:grad") as run:

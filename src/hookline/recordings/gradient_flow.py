@@ -16,6 +16,7 @@ from torch import Tensor
 from hookline.display.results import Printout, RowsResult
 from hookline.display.text import listed
 from hookline.display.text_table import Heading
+from hookline.display.units import share
 from hookline.engine import Report, has_numbers, normalize_root
 from hookline.engine.pytree import tree
 from hookline.errors import NotRecordedError
@@ -114,7 +115,7 @@ def _cells(row: GradientRow) -> tuple[str, ...]:
     ratio = "-" if row.ratio is None else f"{row.ratio:.3g}"
     return (
         row.site, str(row.count), f"{row.norm:.3g}", ratio, f"{row.largest:.3g}",
-        f"{row.zeros:.0%}", row.state,
+        share(row.zeros), row.state,
     )  # fmt: skip
 
 
