@@ -155,6 +155,17 @@ def test_norms_of_tiny_and_huge_gradients_are_right(unit):
     assert row.norm == pytest.approx(0.5 * 32**0.5 * unit, rel=1e-3, abs=0)
 
 
+def test_norms_of_millions_of_elements_have_six_digits():
+    model = nn.Identity()
+    model.weight = nn.Parameter(torch.rand(2**21))
+    with hl.record(model, "weight:grad") as run:
+        (model.weight * torch.rand(2**21)).sum().backward()
+    (row,) = run.gradients()
+    weight, grad = (part.double().norm().item() for part in (model.weight, model.weight.grad))
+    assert row.norm == pytest.approx(grad, rel=1e-6)  # torch's has four, or fewer on one thread
+    assert row.ratio == pytest.approx(grad / weight, rel=1e-6)
+
+
 def test_half_precision_does_not_overflow(x):
     model = nn.Linear(4, 4).half()
     with hl.record(model, "", ports="grad_output") as run:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hookline.statistics.channel_dim import channel_dim
 from hookline.statistics.finiteness import detach_local_numbers
+from hookline.statistics.flat_numbers import sum_of_squares
 from hookline.util.view_as_array import view_as_array
 
 _N_SAMPLED = 1024  # elements, at least, whose quartiles tell the spread without outliers
@@ -159,7 +160,7 @@ def _mean_and_std(finite: Tensor) -> tuple[float, float]:
     torch.var_mean takes twenty times as long on the CPU.
     """
     count, mean = len(finite), float(finite.mean())
-    squares = float(torch.dot(finite, finite)) / count
+    squares = float(sum_of_squares(finite)) / count
     if not _TINY < squares < math.inf:  # they overflow or vanish
         unit = float(finite.abs().max())
         if not unit:
@@ -169,7 +170,7 @@ def _mean_and_std(finite: Tensor) -> tuple[float, float]:
     variance = squares - mean * mean
     if variance <= _COARSE * mean * mean:  # the difference of squares has few digits
         deviations = finite - mean
-        variance = float(torch.dot(deviations, deviations)) / count
+        variance = float(sum_of_squares(deviations)) / count
     return mean, math.sqrt(max(variance, 0.0))
 
 

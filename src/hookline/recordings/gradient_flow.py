@@ -22,6 +22,7 @@ from hookline.engine.pytree import tree
 from hookline.errors import NotRecordedError
 from hookline.recordings.log_entries import Entry
 from hookline.recordings.pass_log import Log
+from hookline.statistics.flat_numbers import sum_of_squares
 
 # A gradient this many times its parameter's norm, or the median gradient norm, is exploding.
 _TOO_LARGE_FOR_THE_WEIGHT = 100.0
@@ -207,9 +208,9 @@ def _measure_gradient(value: Any) -> tuple[float, float, int, int]:
 def _safe_norm(magnitudes: Tensor, largest: float) -> float:
     """Return the norm of absolute values, also where their squares overflow or vanish."""
     if not 0 < largest < math.inf or _SMALL < largest < _LARGE:
-        return float(torch.linalg.vector_norm(magnitudes))
+        return math.sqrt(float(sum_of_squares(magnitudes)))
     # On the CPU: a GPU divides by a number as it multiplies by the reciprocal, which may overflow.
-    return largest * float(torch.linalg.vector_norm(magnitudes.cpu().double() / largest))
+    return largest * math.sqrt(float(sum_of_squares(magnitudes.cpu().double() / largest)))
 
 
 def _magnitudes(tensor: Tensor) -> Tensor:

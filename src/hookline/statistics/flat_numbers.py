@@ -15,6 +15,9 @@ from hookline.errors import StructureError
 # Tensors are read in chunks whose float64 copy takes at most 64 MiB.
 CHUNK_NUMEL = 64 * 1024**2 // 8
 
+# On a CPU, float32 adds up the squares of so many elements to six digits.
+_SUMMED_NUMEL = 2**17
+
 # Larger sparse tensors (1 GiB as dense float32) are not made dense.
 DENSE_NUMEL = 2**28
 
@@ -105,6 +108,17 @@ def flat_chunks(tensor: Tensor, numel: int | None = None) -> Iterator[Tensor]:
         return
     for chunk in view_chunks(tensor, numel):
         yield chunk.reshape(-1)
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """Return the sum of the squares of a strided tensor of float32 or float64.
+
+    On a CPU, torch's norms and products add up a few long sums. In float32, those of a norm stand
+    still at 1.7e7 times a square.
+    """
+    chunks = flat_chunks(tensor, _SUMMED_NUMEL if tensor.is_cpu else None)
+    sums = [torch.dot(chunk, chunk) for chunk in chunks]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

@@ -203,7 +203,9 @@ def _totals(table: ProfileTable) -> Sequence[tuple[str, str]]:
         ("collectives", total.collectives), ("optimizer", total.optimizer),
         ("outside the model", total.outside), ("failed passes", total.failed),
     ]  # fmt: skip
-    rows = [(title, f"{duration(total.seconds) or '0 ms'}, {plural(total.passes, 'pass', 'passes')}")]
+    rows = [
+        (title, f"{duration(total.seconds) or '0 ms'}, {plural(total.passes, 'pass', 'passes')}")
+    ]
     rows += [
         (name.capitalize(), f"{duration(seconds)} ({share(seconds / total.seconds)})")
         for name, seconds in parts

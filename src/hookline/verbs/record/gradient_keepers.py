@@ -33,6 +33,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import outlines, tree
 from hookline.recordings import PartialGradients, version_stamp
+from hookline.statistics.flat_numbers import sum_of_squares
 from hookline.verbs.record.keep import Keeper
 
 
@@ -96,8 +97,7 @@ class GradientKeeper(GradientCallback):
         if plain.is_complex():
             plain = plain.abs()
         wide = plain if plain.dtype is torch.float64 else plain.float()
-        norm: Tensor = torch.linalg.vector_norm(wide)
-        return norm
+        return sum_of_squares(wide).sqrt()
 
 
 @final
