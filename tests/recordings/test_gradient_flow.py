@@ -105,6 +105,15 @@ def test_a_single_number_that_is_zero_is_all_zeros():
     assert run.gradients()["bias:grad"].zeros == 1
 
 
+def test_a_gradient_without_elements_is_none_and_not_dead():
+    model = nn.Identity()  # as an expert without tokens, or a rank without a part of a parameter
+    with hl.record(model, "", ports="grad_output") as run:
+        model(torch.ones(0, 3, requires_grad=True)).sum().backward()
+    (row,) = run.gradients()
+    assert (row.count, row.state, row.why) == (1, "none", "no elements here")
+    assert run.gradients().dead == []
+
+
 def test_what_is_frozen_is_none_and_not_dead(model, x):
     model[0].requires_grad_(False)
     with hl.record(model, ports=("grad", "grad_output")) as run:

@@ -48,7 +48,7 @@ class GradientRow:
         state: "dead": every element is zero, or an expected gradient did not arrive.
             "exploding": not finite, over 100 times the parameter's norm, or over 1000 times the
             median norm of its port. "none": no gradient is needed there (frozen), or it has no
-            numbers (meta). "" otherwise.
+            numbers (meta, or no elements). "" otherwise.
         why: the reason for "none", and for "dead" if no gradient arrived.
     """
 
@@ -165,8 +165,13 @@ def _make_row(log: Log, index: int, entries: list[Entry], report: Report, ran: b
         frozen = "frozen" in why or "needs no gradient" in why or not ran
         return GradientRow(str(site), state="none" if frozen else "dead", why=why)
     values = [log.read_local(entry) for entry in entries]
-    if not all(has_numbers(tensor) for value in values for _, tensor in tree.tensors(value)):
+    tensors = [tensor for value in values for _, tensor in tree.tensors(value)]
+    why = ""
+    if not all(map(has_numbers, tensors)):
         why = "the gradients are meta or fake tensors, which have no numbers"
+    elif not any(map(Tensor.numel, tensors)):
+        why = "no elements here"
+    if why:
         return GradientRow(str(site), count=len(entries), state="none", why=why)
     norms, maxima, zeros, sizes = zip(*map(_measure_gradient, values), strict=True)
     ratios = [

@@ -370,7 +370,7 @@ class Recording(Lookups, Result):
             is the share of zeros, from 0 to 1. `.dead` lists the sites whose gradients are all
             zero, or did not arrive. `.exploding` lists the sites whose gradients are not finite or
             much too large: over 100 times the parameter's norm, or over 1000 times the median norm
-            of their port.
+            of their port. Where ranks split a gradient, all of this is of this rank's part.
 
         Raises:
             NotRecordedError: no gradient port was recorded.
