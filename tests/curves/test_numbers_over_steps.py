@@ -124,6 +124,16 @@ def test_a_curve_that_was_read_grows_with_the_run():
     assert len(curve.p50) == len(seen["(root)"].p50) == 4
 
 
+def test_a_quantile_close_to_1_has_a_name_beside_that_of_1():
+    statistic = hl.stats.quantiles((0.9999999, 1.0))
+    curves = curves_of([statistic], [([1.0, 2.0, 3.0],)])
+    assert curves["a"].p99_99999 == pytest.approx(2, rel=0.01)
+    assert curves["a"].p100 == 3
+    x = torch.tensor([1.0, 2.0, 3.0])
+    result = statistic.result(statistic.update(statistic.start(x), x))
+    assert str(result).endswith("99.99999 % 2.016, 100 % 3")
+
+
 def test_numbers_that_a_reader_changes_stay_as_they_were():
     curves = curves_of([STATISTICS["moments"]], [([1.0, 3.0],)])
     curves["a"].mean[:] = 7

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 from hookline.statistics import Moments
-from hookline.statistics.quantiles import Quantiles
+from hookline.statistics.quantiles import Quantiles, percent_text
 
 OF_MOMENTS = ("mean", "std", "min", "max", "norm", "zero_share", "non_finite")
 _OF_FINITE = ("min", "max", "norm")  # of finite numbers: NaN without any
@@ -96,4 +96,4 @@ def percentile_names(quantiles: Sequence[float]) -> list[str]:
     >>> percentile_names((0.5, 0.999))
     ['p50', 'p99_9']
     """
-    return [f"p{100 * q:g}".replace(".", "_") for q in quantiles]
+    return [f"p{percent_text(q)}".replace(".", "_") for q in quantiles]

@@ -24,6 +24,7 @@ from hookline.statistics.flat_numbers import check_slots
 from hookline.statistics.histogram import BinnedStatistic
 
 _N_TAIL = 3  # the slots after the counts of finite elements
+_NEARLY_ALL = 0.999999  # above it, six digits of a percentage may round to 100
 
 
 @final
@@ -72,7 +73,7 @@ class Quantiles:
 
     def __str__(self) -> str:
         pairs = zip(self.q, self.values, strict=True)
-        numbers = ", ".join(f"{100 * q:g} % {measure(value)}" for q, value in pairs)
+        numbers = ", ".join(f"{percent_text(q)} % {measure(value)}" for q, value in pairs)
         return (
             f"{self.count:,} elements, {self.non_finite:,} non-finite"
             f"\nwithin {100 * self.error:.2g} %: {numbers}"
@@ -137,6 +138,15 @@ class QuantilesStatistic(BinnedStatistic):
         edges = self.edges()
         upper = [0.0, *(2 * a * b / (a + b) for a, b in itertools.pairwise(edges[1:-1])), math.nan]
         return [*(-middle for middle in reversed(upper[1:])), 0.0, 0.0, *upper]
+
+
+def percent_text(q: float) -> str:
+    """Format a share as percent; 100 is exact.
+
+    >>> percent_text(0.999), percent_text(0.9999999), percent_text(1)
+    ('99.9', '99.99999', '100')
+    """
+    return f"{100 * q:.{12 if _NEARLY_ALL < q < 1 else 6}g}"
 
 
 def _is_from_0_to_1(number: Any) -> bool:
