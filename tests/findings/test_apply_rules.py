@@ -101,6 +101,11 @@ def test_findings_are_sorted_worst_first(broken):
     assert levels == sorted(levels, key=["error", "warning", "note"].index)
 
 
+def test_the_imaginary_part_of_a_conjugate_is_read():
+    numbers = measure_numbers(torch.tensor([1 + 2j, 3 - 4j]).conj().imag, "Linear")
+    assert (numbers.low, numbers.high, numbers.mean) == (-2, 4, 1)
+
+
 def test_all_of_a_value_is_a_hundred_per_cent():
     model = nn.Linear(4, 4)
     with hl.record(model) as run:

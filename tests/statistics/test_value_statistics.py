@@ -107,6 +107,12 @@ def test_a_tensor_that_requires_a_gradient_is_read_without_one():
     assert parameter.grad_fn is None
 
 
+def test_the_imaginary_part_of_a_conjugate_has_a_histogram():
+    part = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128).conj().imag
+    counts, _, found = histogram_and_statistics(part, 2)
+    assert (counts.tolist(), found.min, found.max) == ([1, 1], -2, 4)
+
+
 def test_what_a_sparse_tensor_leaves_out_is_zero():
     x = torch.eye(4).to_sparse()
     assert main_tensor_statistics(x).zeros == 0.75

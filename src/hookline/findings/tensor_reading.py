@@ -101,7 +101,7 @@ def measure_numbers(tensor: Tensor, module_type: str) -> Numbers:
     Raises:
         RuntimeError: torch cannot read the numbers.
     """
-    plain, dtype = detach_local_numbers(tensor), tensor.dtype
+    plain, dtype = detach_local_numbers(tensor).resolve_neg(), tensor.dtype
     shape = tuple(plain.shape if tensor.is_nested else tensor.shape)
     if plain.is_complex():
         plain = plain.abs()

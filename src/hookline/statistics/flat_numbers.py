@@ -39,9 +39,7 @@ def numeric_strided_parts(value: Tensor) -> Iterable[Tensor]:
             f"the value of a statistic must have data, got {describe.in_full(value)}."
             '\nMove the model to a device before it runs: model.to_empty(device="cpu").'
         )
-    value = unwrap_all_transforms(value).detach()
-    # A view is negative that is the imaginary part of a conjugate.
-    return strided_parts(value.resolve_neg() if value.is_neg() else value)
+    return strided_parts(unwrap_all_transforms(value).detach())
 
 
 def is_quantised(tensor: Tensor) -> bool:
@@ -62,8 +60,8 @@ def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
                 " elements is too large to be made dense"
             )
         yield tensor.to_dense()
-    else:
-        yield tensor
+    else:  # a view is negative that is the imaginary part of a conjugate
+        yield tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
 def float64_chunks(tensor: Tensor) -> Iterator[Tensor]:
