@@ -165,6 +165,15 @@ def test_shapes_and_dtypes_that_change(model):
         model(X[:2])  # the last batch may be smaller
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_rows_of_a_nested_tensor_have_shapes_of_their_own(layout):
+    model = nn.Identity()
+    with hl.check(model, also="shapes"):
+        for _ in range(2):
+            model(torch.nested.nested_tensor([X, X[:1]], layout=layout))
+
+
 class Levels(nn.Module):
     """A small U-Net: its levels share the pooling, and its weights are used at each of them."""
 

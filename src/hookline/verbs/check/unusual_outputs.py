@@ -83,7 +83,7 @@ class TraitReader:
         """Read the traits of an output of a module of this class."""
         tensors = [tensor for _, tensor in tree.tensors(value)]
         # The first dimension is the batch's: the last batch may be smaller.
-        kinds = tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors if self._has_kinds)
+        kinds = tuple((tensor.dtype, _row_shape(tensor)) for tensor in tensors if self._has_kinds)
         parts = [
             detach_local_numbers(tensor)
             for tensor in tensors
@@ -100,6 +100,11 @@ class TraitReader:
         if self._has_extremes and first.numel() > 1:
             extremes = torch.stack(torch.aminmax(first)).double()
         return Traits(kinds, alive, extremes)
+
+
+def _row_shape(tensor: Tensor) -> torch.Size:
+    """Return the shape of a row; none of a nested tensor, whose rows have shapes of their own."""
+    return torch.Size() if tensor.is_nested else tensor.shape[1:]
 
 
 @final
