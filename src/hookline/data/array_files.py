@@ -39,13 +39,18 @@ def open_arrays(path: Path) -> Any:
     Raises:
         InputError: the file is broken, or needs unpickling.
     """
+    content = open_named_arrays(path)
+    is_lone = path.suffix.lower() in (".npz", ".safetensors") and len(content) == 1
+    return next(iter(content.values())) if is_lone else content
+
+
+def open_named_arrays(path: Path) -> Any:
+    """Open a file of arrays as `open_arrays` does, and keep the name of a single one, too."""
     suffix = path.suffix.lower()
     if suffix == ".npy":
         with _convert_npy_errors(path), path.open("rb") as file:
             return ArrayRows(_locate_array(path, file))
-    content = _npz_members(path) if suffix == ".npz" else read_tensor_file(path, InputError)
-    is_lone = suffix in (".npz", ".safetensors") and len(content) == 1
-    return next(iter(content.values())) if is_lone else content
+    return _npz_members(path) if suffix == ".npz" else read_tensor_file(path, InputError)
 
 
 def open_and_cast_arrays(path: Path, model: nn.Module) -> tuple[Any, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -34,6 +35,14 @@ def test_arrays_are_ordered_as_modules_fire():
     assert [entry.key for entry in side.entries] == [
         "h.0.fc", "h.0", "h.1", "h", "head", "(root)",
     ]  # fmt: skip
+
+
+def test_the_only_array_of_a_file_keeps_its_name(tmp_path):
+    np.savez(tmp_path / "a.npz", a=X.numpy())
+    np.savez(tmp_path / "b.npz", b=X.numpy())
+    assert hl.compare(tmp_path / "a.npz", {"a": X}).ok
+    with pytest.raises(hl.InputError, match="got none: a has a; b has b"):
+        hl.compare(tmp_path / "a.npz", tmp_path / "b.npz")
 
 
 def test_weights_are_known_by_their_names_or_their_class():

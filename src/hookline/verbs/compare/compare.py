@@ -58,9 +58,9 @@ def compare(
 
     Args:
         a: a recording or one of its passes, a store, the curves of a monitor, a dict of arrays such
-            as a state dict, or the path or URL of one of these (`.npz`, `.npy`, `.safetensors`,
-            `.pt`). Arrays may be of torch, NumPy, or anything that NumPy converts, such as
-            nested lists.
+            as a state dict, or the path of one of these (a folder or its URL, `.npz`, `.npy`,
+            `.safetensors`, `.pt`). Arrays may be of torch, NumPy, or anything that NumPy converts,
+            such as nested lists.
         b: the same kind of thing, which numbers are relative to: the reference. A dict of arrays
             may be compared with a recording; its names are those of the sites. Curves are compared
             at their common steps; of a step that comes twice, the last number counts.

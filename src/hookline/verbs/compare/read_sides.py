@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from hookline.curves import Curves
-from hookline.data.array_files import open_arrays
+from hookline.data.array_files import open_named_arrays
 from hookline.display.text import plural
 from hookline.engine import ROOT, Site, format_by_rank, parse_site, path_text, paths_above
 from hookline.engine.model_fingerprint import RecordedModel
@@ -194,7 +194,7 @@ def _open_place(place: str | os.PathLike[str]) -> Any:
         return read_state_dict(place)
     if suffix == ".safetensors":
         return _lazy_safetensors(Path(place))
-    content = open_arrays(Path(place))
+    content = open_named_arrays(Path(place))
     return content if isinstance(content, dict) else {"array": content}
 
 
