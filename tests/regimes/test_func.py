@@ -197,7 +197,7 @@ def test_a_value_overwritten_inside_transforms_is_refused_too(net, image):
 @pytest.mark.cell(
     "torch.func.grad, vjp",
     "gradients",
-    note="The gradient of a parameter is not recorded, because the transform returns it. A"
+    note="A parameter's gradient is not recorded, because the transform returns it. If selected, a"
     " warning says so.",
 )
 def test_a_parameters_gradient_is_what_the_transform_returns(net, image):

@@ -93,7 +93,7 @@ def test_a_traced_model_has_the_paths_of_the_modules_it_calls(model, x):
     "edit",
     "raw hooks",
     refused="AttachError",
-    note="Tracing raises `AttachError` while hooks of hookline are on the model.",
+    note="Tracing raises `AttachError` where it would also trace hooks of hookline.",
 )
 def test_tracing_is_refused_as_hooks_would_become_code(model, x):
     handle = model[0].register_forward_hook(lambda module, args, output: output * 0)

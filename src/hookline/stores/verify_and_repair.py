@@ -33,7 +33,7 @@ _GONE = "it is gone"
 
 
 class Damage(NamedTuple):
-    """A file of a store that is damaged or gone, or does not belong to the store.
+    """A file of a store that is damaged or gone, or a shard that does not belong to the store.
 
     Args:
         name: the name of the file.
@@ -82,8 +82,8 @@ def verify(where: str | os.PathLike[str] | Place) -> list[Damage]:
         where: the folder or URL.
 
     Returns:
-        A `Damage` for each file that is damaged or gone, or does not belong to the store. It has
-        the `name` of the file, and `what` is wrong, in words.
+        A `Damage` for each file of the store that is damaged or gone, and for each shard that does
+        not belong to it. It has the `name` of the file, and `what` is wrong, in words.
 
     Raises:
         FolderError: it holds no store, or one of another version; or a file cannot be read now, so

@@ -56,8 +56,8 @@ class ClassMaps:
             is scaled from 0, its least value, to 1, its largest. A constant map is 0 everywhere.
         layers: the layers of the maps, as written in `hl.select`.
         method: the name of the method.
-        targets: the class of each image. None for each image if `target=` was a function, or if the
-            method uses no class.
+        targets: the class of each image, also where the method does not use it. None for each image
+            if `target=` was a function, or if such a method met an output without class scores.
         scores: the score of each image, shape `(batch,)`. Shape () if the function in `target=`
             returned one score for all images; None if there was no score.
         raw: a dict by layer of the maps before they were cut at zero, scaled and enlarged. Shape

@@ -48,8 +48,9 @@ def scale(factor: float | Tensor) -> Edit:
 
     Raises:
         AttachError: `factor` is neither a number nor a tensor.
-        StructureError: (when the function is called) the value is no tensor, its dtype cannot hold
-            `factor`, or `factor` does not broadcast to its shape.
+        StructureError: (when the function is called) the value is no tensor, its kind of
+            dtype, such as integers, cannot hold `factor`, or `factor` does not broadcast to its
+            shape.
     """
     operand = Operand(factor, "scale")
     # In this order torch does not round a tensor without dimensions first.
@@ -74,8 +75,9 @@ def add(offset: float | Tensor) -> Edit:
 
     Raises:
         AttachError: `offset` is neither a number nor a tensor.
-        StructureError: (when the function is called) the value is no tensor, its dtype cannot hold
-            `offset`, or `offset` does not broadcast to its shape.
+        StructureError: (when the function is called) the value is no tensor, its kind of
+            dtype, such as integers, cannot hold `offset`, or `offset` does not broadcast to its
+            shape.
     """
     operand = Operand(offset, "add")
     return explain_errors("add", lambda value: (operand.cast_like(value) + value).to(value.dtype))
@@ -98,8 +100,8 @@ def replace(new: float | Tensor) -> Edit:
 
     Raises:
         AttachError: `new` is neither a number nor a tensor.
-        StructureError: (when the function is called) the value is no tensor, its dtype cannot hold
-            `new`, or `new` has another shape.
+        StructureError: (when the function is called) the value is no tensor, its kind of
+            dtype, such as integers, cannot hold `new`, or `new` has another shape.
     """
     operand = Operand(new, "replace")
 
@@ -131,8 +133,8 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
     Raises:
         AttachError: `std` is neither a real number nor a tensor of one element, or `seed` is not an
             integer.
-        StructureError: (when the function is called) the value is no tensor, or its dtype cannot
-            hold `std`.
+        StructureError: (when the function is called) the value is no tensor, or its kind of dtype,
+            such as integers, cannot hold `std`.
     """
     generators: dict[torch.device, torch.Generator] = {}
     lock = fork_safe_lock()
@@ -195,8 +197,9 @@ def clamp(min: float | Tensor | None = None, max: float | Tensor | None = None) 
 
     Raises:
         AttachError: both bounds are None, or one is neither a number nor a tensor.
-        StructureError: (when the function is called) the value is no tensor, its dtype cannot hold
-            a bound, or a bound does not broadcast to its shape.
+        StructureError: (when the function is called) the value is no tensor, its kind of
+            dtype, such as integers, cannot hold a bound, or a bound does not broadcast to its
+            shape.
     """
     if min is None and max is None:
         raise AttachError(

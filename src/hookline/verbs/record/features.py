@@ -52,10 +52,11 @@ def features(
     or a style loss, give `detach=False`; without it, a warning says so if an input requires
     gradients.
 
-    The order of the listed sites does not matter. For a module that runs several times, the first
-    call counts unless a later call is named (`"block#2"`). The forward is stopped by an exception,
-    as by Ctrl-C. So context managers and `finally` blocks of the model run, and `always_call` hooks
-    of other code do not.
+    The order of the listed sites does not matter. The run stops when each site has a value: of a
+    module that runs several times that of its first call, or of the call that is named
+    (`"block#2"`). Calls before the stop are kept, so `feats["block"]` may be ambiguous. The forward
+    is stopped by an exception, as by Ctrl-C. So context managers and `finally` blocks of the model
+    run, and `always_call` hooks of other code do not.
 
     Args:
         model: the model.
