@@ -36,6 +36,16 @@ def test_numbers_are_arrays_over_the_steps():
     assert "conv" not in seen
 
 
+def test_several_statistics_give_a_tuple_of_results():
+    model = nn.Linear(2, 3)
+    several = [hl.stats.moments(), hl.stats.histogram()]
+    with hl.monitor(model, ports="output", stats=several) as seen:
+        model(torch.ones(4, 2))
+    (moments, histogram), = seen["(root)"].results  # fmt: skip
+    assert moments.count == histogram.count == 12
+    assert histogram.counts
+
+
 def test_ranks_are_merged_and_kept():
     seen = curves(n_ranks=2)
     assert seen.n_ranks == 2

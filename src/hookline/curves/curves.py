@@ -57,8 +57,8 @@ class Curve:
 
     @property
     def results(self) -> list[Any]:
-        """The result of the first statistic at each step; None where the site had no value."""
-        return [next(iter(self._results_at(report)), None) for report in self._reports]
+        """The result at each step, of several statistics a tuple; None where there is no value."""
+        return [self._result_at(report) for report in self._reports]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,8 +89,10 @@ class Curve:
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.names]
 
-    def _results_at(self, report: StepReport) -> list[Any]:
-        return report.results(self.site, self._rank)
+    def _result_at(self, report: StepReport) -> Any:
+        results = report.results(self.site, self._rank)
+        has_several = len(report.layout.by_site.get(self.site, ())) > 1
+        return tuple(results) if results and has_several else next(iter(results), None)
 
     def _updated_columns(self) -> CurveColumns:
         self._columns.extend(self._reports)
@@ -122,7 +124,8 @@ class Curves(Result):
     `hl.monitor` gives curves, and `hl.open` reads them from a folder. `seen["1"]` is the curve of a
     site. Its attributes are arrays of shape `(steps,)`: `mean`, `std`, `min`, `max`, `norm`,
     `zero_share`, `non_finite` and more, which `seen["1"].names` lists. At a step at which the site
-    had no value, the number is NaN. `seen["1"].results` has the whole result of each step.
+    had no value, the number is NaN. `seen["1"].results` has the whole result of each step; of
+    several statistics, a tuple with one of each.
 
     `seen["0.weight"]` is the curve of the weight itself, and `seen["0.weight:update"]` that of its
     updates. The curve of updates also has `ratio`: the norm of the update over that of the weight.
