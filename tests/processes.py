@@ -73,7 +73,7 @@ class Processes:
                 words = (__file__, str(rank), str(self.n), folder)
                 environment = {**os.environ, IN_A_PROCESS: str(rank), "OMP_NUM_THREADS": "1"}
                 # Neighbours differ in the order of their sets, as processes do.
-                of = ("torch.distributed.fsdp torch._dynamo", rank % 2)  # DDP imports dynamo
+                of = ("torch torch._dynamo torch.distributed.fsdp", rank % 2)  # DDP imports dynamo
                 self.running.append(Running(*words, env=environment, of=of))
             lines = {}
             for _ in range(self.n):

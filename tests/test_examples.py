@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from warm import run_python
+from warm import DYNAMO, TORCH, run_python
 
 pytestmark = pytest.mark.processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-# Those that train or load torchvision load dynamo by that: two seconds, which are shared.
-DYNAMO = ("torch._dynamo", 0)
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
 
 
-def run(name: str, *, of: tuple[str, int] = ("torch", 0), quiet: bool = True) -> str:
+def run(name: str, *, of: tuple[str, int] = TORCH, quiet: bool = True) -> str:
     """What the script prints; to stderr nothing, unless a library that it uses does."""
     done = run_python("-W", "error", EXAMPLES / f"{name}.py", of=of)
     assert done.returncode == 0, done.stderr

@@ -8,8 +8,8 @@
 
 A process has its own folder, variables and warnings, and ends by itself. Everything but torch, and
 what torch imports, is imported in it. All that are forked from one have its seed of hashes, which
-is not that of pytest. For scripts that test how Python or torch starts, such as a package that is
-missing, use `subprocess`.
+is not that of pytest. For scripts that test how Python or torch starts or ends, such as a package
+that is missing, use `subprocess`.
 
 Run as a script, this file is the process that waits.
 """
@@ -26,19 +26,26 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import ModuleType
+from typing import TextIO
+
+TORCH = ("torch", 0)
+# What calls torch by a mode, trains or imports torchvision loads dynamo by that: two seconds.
+DYNAMO = ("torch torch._dynamo", 0)
 
 
 def run_python(
     *arguments: object,
     cwd: object = None,
     env: Mapping[str, str] | None = None,
-    of: tuple[str, int] = ("torch", 0),
+    of: tuple[str, int] = TORCH,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python as `python ...` does; as `subprocess.run` with `capture_output` and `text`.
 
@@ -64,8 +71,10 @@ class Running:
     Args:
         arguments, cwd, env: as those of `run_python`.
         streams: the files to write to; without them, as the process that waits.
-        of: the modules that the process that waits has imported, between spaces, and its number:
-            each has other hashes.
+        stdin: the file to read.
+        of: the modules that the process that waits has imported, between spaces, and a number:
+            those of another number have other hashes. It is forked from the one that lacks the
+            last module.
     """
 
     def __init__(
@@ -74,75 +83,114 @@ class Running:
         cwd: object = None,
         env: Mapping[str, str] | None = None,
         streams: Sequence[str] = (),
-        of: tuple[str, int] = ("torch", 0),
+        stdin: str = os.devnull,
+        of: tuple[str, int] = TORCH,
     ) -> None:
         folder = str(Path.cwd() if cwd is None else cwd)
         self._line = _waiting(*of)
         variables = dict(os.environ if env is None else env)
-        self._line.send((list(arguments), folder, variables, streams))
-        self._id = self._line.recv()
+        self._line.send(("run", list(arguments), folder, variables, [stdin, *streams]))
+        self.pid = self._line.recv()
+        self._code: int | None = None
 
     def wait(self, signal_: int = 0) -> int:
         """Wait for the end, and give the exit code."""
-        self._line.send((self._id, signal_))
-        return self._line.recv()
+        if self._code is None:
+            self._line.send(("wait", self.pid, signal_))
+            self._code = self._line.recv()
+        return self._code
 
     def end(self, signal_: int = signal.SIGKILL) -> None:
         """Kill the process. After `SIGABRT` it says where it was."""
         self.wait(signal_)
 
 
+@contextmanager
+def talking(
+    *arguments: str, of: tuple[str, int] = TORCH
+) -> Iterator[tuple[Running, TextIO, TextIO]]:
+    """Run Python beside the block: the process, what it reads, and what it writes to both streams.
+
+    What it reads ends with the block, which waits for its end.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        read, written = f"{folder}/read", f"{folder}/written"
+        os.mkfifo(read)
+        os.mkfifo(written)
+        process = Running(*arguments, stdin=read, streams=[written, written], of=of)
+        with open(written) as out:
+            with open(read, "w") as in_:
+                yield process, in_, out
+            process.wait()
+
+
 @cache
 def _waiting(modules: str, number: int) -> Connection:
     """Start a process that waits: each worker of pytest has its own."""
+    *before, module = modules.split()
     folder = tempfile.TemporaryDirectory()
-    with Listener(f"{folder.name}/socket", "AF_UNIX") as listener:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, f"{folder.name}/socket", modules],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    address = f"{folder.name}/socket"
+    process = None
+    with Listener(address, "AF_UNIX") as listener:
+        if before:
+            _waiting(" ".join(before), number).send(("import", address, module))
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-W", "error", __file__, address, module],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
         line = listener.accept()
 
     def end() -> None:
         line.close()
-        process.wait()
+        if process is not None:  # it waits for those that are forked from it
+            process.wait()
         folder.cleanup()
 
     atexit.register(end)
     return line
 
 
-def _wait(address: str, modules: str) -> list[str]:
+def _wait(address: str, module: str) -> list[str]:
     """Fork a process for each request; give that process its arguments, and exit in the other."""
     faulthandler.enable()  # a process that C code ends says where it was
     gc.disable()  # imports leave no garbage, and are slower by a third where it is looked for
-    for module in modules.split():
-        importlib.import_module(module)
+    importlib.import_module(module)
     gc.freeze()  # no process looks for garbage in what it has been given, as it runs or ends
     gc.enable()
     line = Client(address, "AF_UNIX")
+    forked = []
     while True:
         try:
-            request = line.recv()
+            kind, *request = line.recv()
         except EOFError:
-            raise SystemExit from None
-        if len(request) == 2:
+            for process in forked:
+                os.waitpid(process, 0)
+            os._exit(0)
+        if kind == "wait":
             process, signal_ = request
             os.kill(process, signal_)  # 0 kills nothing
             line.send(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
             continue
         process = os.fork()
         if process == 0:
-            words, folder, variables, streams = request
             line.close()
-            os.chdir(folder)
-            os.environ.clear()
-            os.environ.update(variables)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            for number, stream in enumerate(streams, 1):
-                os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), number)
-            return words
-        line.send(process)
+            return _wait(*request) if kind == "import" else _prepare(*request)
+        if kind == "import":
+            forked.append(process)
+        else:
+            line.send(process)
+
+
+def _prepare(
+    words: list[str], folder: str, variables: Mapping[str, str], streams: Sequence[str]
+) -> list[str]:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    for number, stream in reversed([*enumerate(streams)]):
+        os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY), number)
+    return words
 
 
 def _run(words: list[str]) -> None:
@@ -162,11 +210,26 @@ def _run(words: list[str]) -> None:
     if words[0] == "-c":
         main = sys.modules["__main__"] = ModuleType("__main__")
         exec(compile(words[1], "<string>", "exec"), main.__dict__)
+        _end(main)
     elif words[0] == "-m":
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")
+
+
+def _end(main: ModuleType) -> None:
+    """End as Python does, but for what was there before the code ran.
+
+    To end that, it is all copied from the process that waits: some 30,000 pages, half a second.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    main.__dict__.clear()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import hookline as hl
 from hookline.cli.app import app
 from hookline.models import load_model
-from warm import run_python
+from warm import DYNAMO, run_python
 
 
 def run(*args: object, cwd: Path) -> SimpleNamespace:
@@ -49,7 +49,8 @@ def complaint(done, code=2) -> str:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("demo")
-    return run_python("-m", "hookline", "demo", "--out", "out", cwd=cwd), cwd / "out"
+    done = run_python("-m", "hookline", "demo", "--out", "out", cwd=cwd, of=DYNAMO)
+    return done, cwd / "out"
 
 
 @pytest.mark.slow
@@ -338,10 +339,12 @@ def test_an_old_code_page_gets_other_characters_no_traceback(tmp_path):
         "    def forward(self, x): return self._modules['日本'](x)\n",
         encoding="utf-8",
     )
-    done = run_process(
-        "inspect", "named.py:Net", "random:1x1x8x8", "--plot", cwd=tmp_path,
-        PYTHONIOENCODING="ascii",
-    )  # fmt: skip
+    code = (
+        "import sys; sys.stdout.reconfigure(encoding='ascii', errors='strict')\n"
+        "from hookline.cli import main; main()"
+    )
+    arguments = ("inspect", "named.py:Net", "random:1x1x8x8", "--plot")
+    done = run_python("-c", code, *arguments, cwd=tmp_path, of=DYNAMO)
     assert done.returncode == 0, done.stderr
     assert "\\u65e5\\u672c: 2 channels of 6x6" in done.stdout
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from contextlib import chdir
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ from typer.testing import CliRunner
 import hookline as hl
 from hookline.cli.app import app
 from hookline.models import load_demo_digits, load_model
+from warm import run_python
 
 
 def run(*args: object, cwd) -> SimpleNamespace:
@@ -108,13 +107,10 @@ def test_another_job_in_the_folder_is_refused(tmp_path):
 
 @pytest.mark.processes
 def test_ranks_of_torchrun_make_one_store_and_one_speaks(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
     arguments = ["hookline", "extract", "demo:digits", "demo", "--at", "stem", "--to", "ranks"]
     env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(
-        [*command, *arguments, "--batch-size", "2"],
-        capture_output=True, text=True, check=False, cwd=tmp_path, env=env,
-    )  # fmt: skip
+    done = run_python(*command, *arguments, "--batch-size", "2", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Store of 1 site, 8 items") == 1
     assert run(

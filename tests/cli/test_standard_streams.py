@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from warm import run_python
+from warm import DYNAMO, run_python
 
 MAIN = """
 import os, sys
@@ -22,7 +22,7 @@ JSON = [*TABLE, "--json"]
 
 
 def run(before, arguments):
-    return run_python("-c", MAIN.format(before=before, arguments=arguments))
+    return run_python("-c", MAIN.format(before=before, arguments=arguments), of=DYNAMO)
 
 
 @pytest.mark.processes

@@ -23,6 +23,7 @@ from hookline.cli import main
 from hookline.cli.app import app
 from hookline.views.page import LimitedServer
 from page_data import core_of
+from warm import talking
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +59,16 @@ def at_once(monkeypatch):
 
 @pytest.mark.processes
 def test_it_serves_until_ctrl_c_and_says_where(folder):
-    command = [sys.executable, "-m", "hookline", "view", folder, "--port", "0", "--no-open"]
-    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    lines = [done.stdout.readline() for _ in range(3)]
-    (address,) = re.findall(r"http://127\.0\.0\.1:\d+/", "".join(lines))
-    # urlopen keeps the proxy that an earlier test was behind.
-    with build_opener(ProxyHandler({})).open(address, timeout=30) as answer:
-        assert "ReLU" in core_of(answer.read().decode())["types"]
-    done.send_signal(signal.SIGINT)
-    _, errors = done.communicate(timeout=30)
-    assert "Traceback" not in errors
-    assert done.returncode in (0, 130, -signal.SIGINT)
+    command = ["-m", "hookline", "view", str(folder), "--port", "0", "--no-open"]
+    with talking(*command) as (process, _, written):
+        lines = [written.readline() for _ in range(3)]
+        (address,) = re.findall(r"http://127\.0\.0\.1:\d+/", "".join(lines))
+        # urlopen keeps the proxy that an earlier test was behind.
+        with build_opener(ProxyHandler({})).open(address, timeout=30) as answer:
+            assert "ReLU" in core_of(answer.read().decode())["types"]
+        code = process.wait(signal.SIGINT)
+        assert "Traceback" not in written.read()
+    assert code in (0, 130, -signal.SIGINT)
 
 
 def test_it_opens_the_browser_unless_told_not_to(folder, opened, at_once, tmp_path):

@@ -6,7 +6,6 @@ import copy
 import functools
 import json
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -115,13 +114,8 @@ def test_another_process_finds_the_same():
     here = Path(__file__).parent
     places = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": places}  # of what this file imports
-    found = [run_python("-c", code, cwd=here, env=env).stdout]
-    found.append(  # with another seed of hashes
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=here,
-            env=env,
-        ).stdout
-    )  # fmt: skip
+    # Each with another seed of hashes.
+    found = [run_python("-c", code, cwd=here, env=env, of=("torch", k)).stdout for k in range(2)]
     assert found[0].startswith("[")
     assert found[0] == found[1]
     assert " at 0x" not in found[0]
@@ -186,14 +180,10 @@ def test_objects_with_equal_attributes_are_the_same():
 @pytest.mark.processes
 def test_the_order_of_a_set_is_not_part_of_a_function():
     said = {
-        subprocess.run(
-            [sys.executable, "-c", _WITH_SETS],
-            env={**os.environ, "PYTHONHASHSEED": str(seed)},
-            capture_output=True, text=True, check=True,
-        ).stdout
-        for seed in range(tries(3, gate=2))
-    }  # fmt: skip
-    assert len(said) == 1
+        run_python("-c", _WITH_SETS, of=("torch", seed)).stdout for seed in range(tries(3, gate=2))
+    }
+    assert said.pop()
+    assert not said
 
 
 def test_a_function_may_close_over_itself_and_over_nothing_yet():

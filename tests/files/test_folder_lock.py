@@ -19,6 +19,7 @@ import hookline as hl
 from forked_children import child
 from hookline.files import folder_lock as module
 from hookline.files.folder_or_url import LocalPlace, locked
+from warm import talking
 
 
 @contextmanager
@@ -31,13 +32,9 @@ def another_process(folder):
             print("locked", flush=True)
             sys.stdin.read()
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), folder],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout.readline() == "locked\n"
+    with talking("-c", textwrap.dedent(script), str(folder)) as (process, _, written):
+        assert written.readline() == "locked\n"
         yield process
-        process.stdin.close()
 
 
 @pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
@@ -149,13 +146,10 @@ def test_a_killed_writers_children_do_not_keep_its_lock(tmp_path):
                 os._exit(0)
             os.kill(os.getpid(), 9)
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), tmp_path], stdin=subprocess.PIPE
-    ) as process:
+    with talking("-c", textwrap.dedent(script), str(tmp_path)) as (process, _, _):
         assert process.wait() == -signal.SIGKILL
         LocalPlace(tmp_path).write("x", [b"a"])
         until_free(tmp_path)
-        process.stdin.close()
 
 
 def until_free(folder):

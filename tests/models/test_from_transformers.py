@@ -15,7 +15,7 @@ from hookline.data import load_input
 from hookline.errors import InputError, ModelError
 from hookline.models import load_model
 from hookline.models.packages import import_package
-from warm import run_python
+from warm import DYNAMO, run_python
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +233,7 @@ def test_a_hub_that_has_no_such_model_is_an_error():
     try:
         address = f"http://127.0.0.1:{server.server_port}"
         env = os.environ | {"HF_ENDPOINT": address, "no_proxy": "127.0.0.1"}
-        result = run_python("-c", code, env=env)
+        result = run_python("-c", code, env=env, of=DYNAMO)
     finally:
         server.shutdown()
         server.server_close()

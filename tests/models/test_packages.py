@@ -9,7 +9,7 @@ from hookline.data import load_input
 from hookline.errors import InputError, ModelError
 from hookline.models import load_model
 from hookline.models.packages import error_in_short, import_package, is_reachable
-from warm import run_python
+from warm import DYNAMO, run_python
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_without_a_network_the_hub_is_given_up_on_at_once():
         "    except ValueError as error:\n        print(error)\n"
         "    assert time.monotonic() - started < 8\n"
     )
-    result = run_python("-c", code)
+    result = run_python("-c", code, of=DYNAMO)
     assert result.returncode == 0, result.stderr
     assert "hf:hookline/never-there: a folder of that name does not exist, the hub" in result.stdout
     assert "timm:resnet18: its weights cannot be fetched (no connection" in result.stdout

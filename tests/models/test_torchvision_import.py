@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from warm import run_python
+from warm import DYNAMO, run_python
 
 
 @pytest.mark.processes
@@ -18,6 +18,6 @@ def test_torchvision_is_imported_whole_after_a_failed_import():
         "import torchvision.transforms.v2\n"
         "print(vision.models.resnet18().fc.out_features)"
     )
-    result = run_python("-W", "error", "-c", code)
+    result = run_python("-W", "error", "-c", code, of=DYNAMO)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "1000"

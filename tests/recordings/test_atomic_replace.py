@@ -6,9 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -22,7 +19,7 @@ from hookline.files.folder_lock import flock
 from hookline.files.folder_or_url import as_place
 from hookline.files.sealed_json import MANIFEST
 from hookline.recordings import atomic_replace, folder
-from warm import run_python
+from warm import run_python, talking
 
 
 def recorded(number):
@@ -226,18 +223,15 @@ def test_what_a_living_writer_writes_is_not_removed(tmp_path):
         run.save(sys.argv[1])
     """
     folder = tmp_path / "run"
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), folder],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as writer:  # fmt: skip
-        assert writer.stdout.readline() == b"written\n"
+    with talking("-c", textwrap.dedent(script), str(folder)) as (writer, _, written):
+        assert written.readline() == "written\n"
         (mark,) = folder.glob(".*.writing")
         (values,) = folder.glob("values-*")
         recorded(1).save(folder)
         assert number_in(folder) == 1
         assert mark.exists()
         assert values.exists()
-        writer.send_signal(signal.SIGKILL)
+        writer.end()
     recorded(2).save(folder)
     assert is_alone(folder)
     assert number_in(folder) == 2

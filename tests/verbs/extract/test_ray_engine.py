@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import hookline as hl
 from hookline.verbs.extract import ray_engine
 from hookline.verbs.extract.resumable_extraction import Extraction
 from thoroughness import tries
+from warm import Running, run_python
 from zoo import DiesInActors, conv_net
 
 pytestmark = pytest.mark.processes
@@ -149,15 +149,14 @@ def test_a_driver_that_is_killed_goes_on_to_the_same_bytes(cluster, tmp_path, wh
     folder, n_killed, moments = tmp_path / "s", 0, tries((0, 7, 30), gate=(7,))
     tests = str(Path(__file__).parents[2])
     for until in moments:
-        driver = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, tests, str(folder)],
+        driver = Running(
+            "-c", DRIVER, tests, str(folder), streams=[os.devnull, os.devnull],
             env={**os.environ, "RAY_ADDRESS": cluster, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.DEVNULL,
-        )
-        while driver.poll() is None and len(files(folder)) <= until:
+        )  # fmt: skip
+        end = time.monotonic() + 60
+        while time.monotonic() < end and len(files(folder)) <= until:
             time.sleep(0.002)
-        driver.kill()
-        n_killed += driver.wait() == -signal.SIGKILL
+        n_killed += driver.wait(signal.SIGKILL) == -signal.SIGKILL
     hl.extract(conv_net(), ROWS, SITES, folder, engine="ray", **TINY)
     assert n_killed == len(moments)
     assert files(folder) == files(whole)
@@ -233,10 +232,7 @@ print(store["(root)"].shape, ray.is_initialized())
 
 def test_without_a_cluster_one_is_started_and_ended(tmp_path):
     environment = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
-    found = subprocess.run(
-        [sys.executable, "-c", START, "s"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    found = run_python("-c", START, "s", cwd=tmp_path, env=environment)
     assert found.stdout == "(10, 2) False\n", found.stderr
 
 
