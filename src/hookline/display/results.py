@@ -177,7 +177,7 @@ class Result(ABC):
 
     def _ipython_key_completions_(self) -> list[str]:
         """Return what a notebook completes after `result["`."""
-        keys = getattr(self, "__iter__", list)()
+        keys: Iterable[Any] = self if isinstance(self, Iterable) else ()
         return [key for key in keys if isinstance(key, str)]
 
 
