@@ -7,7 +7,7 @@ the same result always prints the same.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, final
