@@ -224,8 +224,8 @@ def test_a_chain_of_elif_and_a_docstring_count_for_nothing():
     assert lengths(WITHIN, "m") == {"m.f": 11}
 
 
-# torch calls it.
-CALLED_BY_OTHERS = {"_count_flops"}
+# torch and IPython call them.
+CALLED_BY_OTHERS = {"_count_flops", "_ipython_key_completions_"}
 
 
 def unused(texts: list[str]) -> set[str]:

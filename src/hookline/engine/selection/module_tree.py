@@ -208,10 +208,9 @@ def require_model(model: object, call: str) -> None:
     """
     if not isinstance(model, nn.Module):
         verb = call.partition("(")[0]
-        where = place_of_model(model)
         raise AttachError(
             f"{verb} must be given a model (an nn.Module), got {type(model).__name__}."
-            f"\nGive the model {where}, not a function that calls it: {call}."
+            f"\nGive the model {place_of_model(model)}, not a function that calls it: {call}."
         )
 
 
