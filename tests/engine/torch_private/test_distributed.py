@@ -128,6 +128,8 @@ def test_flat_parameters_and_those_in_them_are_known(mesh, use_orig_params):
     handle._sharding_strategy = handle._sharding_strategy.FULL_SHARD
     parts = {id(handle.flat_param)} | set(map(id, model[0].parameters()))
     assert internals.ranks_by_fsdp1_parameter(model) == {part: [0] for part in parts}
+    ((group, device),) = internals.fsdp1_groups(model)
+    assert (dist.get_process_group_ranks(group), device) == ([0], torch.device("cpu"))
 
 
 @pytest.mark.filterwarnings("ignore:.*FSDP.*")

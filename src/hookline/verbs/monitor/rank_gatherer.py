@@ -218,9 +218,9 @@ class RankGatherer:
                     names.append(name)
         if names:
             warn(
-                f"hl.monitor shows the numbers of the first rank of {listed(names, 4)}, which"
-                " differs between ranks, as experts and stages of a pipeline do."
-                "\nRead those of another rank: seen.rank(1)[...]."
+                f"hl.monitor shows the first rank's numbers of {listed(names, 4)}: other ranks have"
+                " other values, as experts and stages of a pipeline do."
+                "\nRead theirs: seen.rank(1)[...]."
             )
 
     def _layout_of_all(self, n_ranks: int) -> Layout:
