@@ -17,6 +17,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 from hypothesis import settings
 
 import hookline as hl
@@ -75,6 +76,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     of_file = re.search(r"^pytestmark = (.*?)\n\n", collection_path.read_text(), re.M | re.S)
     words = re.findall(r"\w+", of_file[1]) if of_file else []
     return bool(left_out.intersection(MARK_OF_FIXTURE.get(word, word) for word in words)) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(
+    file_path: Path,
+) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for examples only where some are: pytest looks at each object of a file for them."""
+    found = yield
+    if file_path.suffix == ".py" and ">>>" not in file_path.read_text():
+        return [collector for collector in found if not isinstance(collector, DoctestModule)]
+    return found
 
 
 @pytest.hookimpl(wrapper=True)
