@@ -124,6 +124,16 @@ def test_a_failing_forward_exits_1_with_the_module_and_what_ran(tmp_path):
     assert (tmp_path / "hookline-run" / "report.html").exists()
 
 
+@pytest.mark.parametrize("command", ["inspect", "doctor", "profile"])
+def test_a_model_that_ends_the_process_has_failed(tmp_path, command):
+    (tmp_path / "mine.py").write_text(
+        "import sys\nfrom torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n"
+        "        sys.exit(0)\n"
+    )
+    done = run(command, "mine.py:Net", "random:1x3", cwd=tmp_path)
+    assert "the model's code must not end the process, got sys.exit(0)" in complaint(done, code=1)
+
+
 def test_an_input_shape_that_the_model_refuses_is_explained(tmp_path):
     done = run("inspect", "demo:digits", "random:1x3x8x8", cwd=tmp_path)
     text = complaint(done, code=1)

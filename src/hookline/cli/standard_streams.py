@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from hookline.cli.terminal import BAD_INPUT, print_to_stderr
+from hookline.cli.terminal import BAD_INPUT, CLOSED_PIPE, print_to_stderr
 from hookline.errors import InputError
-
-_CLOSED_PIPE = 141  # 128 + SIGPIPE, which Windows lacks: a shell's code of what the signal ends
 
 
 @contextmanager
@@ -82,7 +80,7 @@ class _ExitOnErrorFile(io.FileIO):
             return super().write(data)
         except BrokenPipeError:
             self._discard_further_writes()
-            raise SystemExit(_CLOSED_PIPE) from None
+            raise SystemExit(CLOSED_PIPE) from None
         except OSError as error:
             self._discard_further_writes()
             raise InputError(

@@ -42,6 +42,7 @@ FailOnOption = Annotated[
 ]
 
 BAD_INPUT = 2  # the exit code for a mistake in the arguments; 1 is for a model that fails
+CLOSED_PIPE = 141  # 128 + SIGPIPE, which Windows lacks: a shell's code of what the signal ends
 
 # Piped into a file, a table must not be folded at the 80 columns that rich would assume.
 _WIDTH = None if sys.stdout is not None and sys.stdout.isatty() else 160
@@ -52,6 +53,8 @@ err: Console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False
 @contextmanager
 def exit_on_errors(as_json: bool = False) -> Iterator[None]:
     """Turn a hookline error into one to three lines and exit code 2; an interrupt into 130.
+
+    A model that calls `sys.exit` has failed: exit code 1.
 
     Args:
         as_json: whether stdout is kept for JSON: what your code prints goes to stderr.
@@ -65,6 +68,14 @@ def exit_on_errors(as_json: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         print_to_stderr("interrupted.")
         raise typer.Exit(130) from None
+    except SystemExit as error:
+        if error.code == CLOSED_PIPE:
+            raise
+        print_to_stderr(
+            f"the model's code must not end the process, got sys.exit({error.code!r}) in its run."
+            "\nTake the exit out, or raise an error in its place."
+        )
+        raise typer.Exit(1) from None
 
 
 def exit_on_findings(findings: Findings, level: FailOn | None) -> None:
