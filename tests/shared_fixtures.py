@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dis
 import gc
 import io
@@ -115,9 +116,13 @@ def left_as_found():
     return state
 
 
-@pytest.fixture(scope="module")
-def browser():
-    """A real Chromium, Debian's; the one without windows, where it is installed."""
+@pytest.fixture(scope="session")
+def _chromium():
+    """A real Chromium, Debian's; the one without windows, where it is installed.
+
+    It and its driver take a second to start. The driver's event loop runs all the while: to tests
+    of other files, which may run their own, it is hidden.
+    """
     from playwright.sync_api import sync_playwright  # for the few tests of pages
 
     place = shutil.which("chromium-headless-shell") or "/usr/bin/chromium"
@@ -125,8 +130,21 @@ def browser():
         browser = playwright.chromium.launch(
             executable_path=place, args=["--no-sandbox", "--disable-gpu"]
         )
-        yield browser
+        loop = asyncio.get_running_loop()
+        asyncio._set_running_loop(None)
+        yield browser, loop
+        asyncio._set_running_loop(loop)
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser(_chromium):
+    browser, loop = _chromium
+    asyncio._set_running_loop(loop)
+    yield browser
+    for context in browser.contexts:
+        context.close()
+    asyncio._set_running_loop(None)
 
 
 def _fresh_dynamo():
