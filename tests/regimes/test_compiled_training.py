@@ -178,7 +178,7 @@ def bare(name, backend):
 
 
 # Both models take half a minute: in the gate each verb has one of them.
-OF_CONV = ("clip", "edit", "statistics", "watch", "profile")
+OF_CONV = ("clip", "edit", "statistics", "watch", "monitor")
 CASES = [
     (name, verb, "aot_eager")
     for name in MODELS
