@@ -13,9 +13,17 @@ def test_an_array_shares_memory_that_can_still_be_resized():
     tensor = nn.Parameter(torch.arange(6.0).view(2, 3))
     array = view_as_array(tensor.t())
     assert array.tolist() == tensor.t().tolist()
-    array[0, 0] = 7
-    assert tensor[0, 0] == 7
+    with torch.no_grad():
+        tensor[0, 0] = 7
+    assert array[0, 0] == 7
+    assert not array.flags.writeable
     assert tensor.untyped_storage().resizable()
+
+
+def test_a_conjugate_and_its_negative_part_are_resolved():
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert view_as_array(conjugate).tolist() == [1 - 2j]
+    assert view_as_array(conjugate.imag).tolist() == [-2.0]
 
 
 def test_what_was_measured_or_saved_can_still_be_resized(tmp_path):

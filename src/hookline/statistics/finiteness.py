@@ -213,4 +213,4 @@ def measure_local_moments(tensor: Tensor) -> Moments:
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     wide = plain if plain.dtype in (torch.float32, torch.float64) else plain.double()
-    return Moments.of(view_as_array(wide.cpu().resolve_neg()))
+    return Moments.of(view_as_array(wide.cpu()))
