@@ -228,7 +228,7 @@ def test_an_address_finds_a_name_with_a_colon(new_page, tmp_path):
     [(0.3241, 3000, " ± 0.02"), (0, 3000, " ± 0.02"), (2.5, 3, ""), (1e39, 1e39, "")],
 )
 def test_a_number_beside_an_outlier_says_its_error(page, number, high, text):
-    script = "([number, hi]) => errorText(number, { lo: 0, hi }, 16)"
+    script = "([number, hi]) => roundingErrorText(number, { lo: 0, hi }, 16)"
     assert page.evaluate(script, [number, high]) == text
 
 
@@ -255,7 +255,7 @@ def test_each_cell_that_is_nan_has_both_colours_of_nan(page):
 
 
 def test_the_norm_of_huge_numbers_is_finite(page):
-    script = "normOfNumbers({ numel: 4, bad: 0, std: 3e200, mean: 4e200 })"
+    script = "normOfStatistics({ numel: 4, bad: 0, std: 3e200, mean: 4e200 })"
     assert page.evaluate(script) == pytest.approx(1e201)
 
 

@@ -119,13 +119,13 @@ def test_many_half_open_connections_leave_room_for_a_request(served, runs, conne
 
 @pytest.mark.slow
 def test_a_request_is_answered_however_long_that_takes(served, runs, connect, monkeypatch):
-    may_go_on, state = Event(), PageHandlers.state
+    may_go_on, state = Event(), PageHandlers.recording_state
 
     def slow(pages, parameters):
         assert may_go_on.wait(30)
         return state(pages, parameters)
 
-    monkeypatch.setattr(PageHandlers, "state", slow)
+    monkeypatch.setattr(PageHandlers, "recording_state", slow)
     server = served(runs / "a", waiting=WaitLimits(SOON))
     asks, idle = connect(server), connect(server)
     asks.sendall(REQUEST)
