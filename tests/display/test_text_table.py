@@ -29,6 +29,12 @@ def test_a_column_that_cannot_fit_makes_no_other_give_way(way):
     assert "Left out at 40 columns: output." in printout.text(40)
 
 
+def test_a_path_with_a_newline_stays_on_its_line():
+    headings = (Heading("site", "path"), Heading("type"))
+    lines = Printout(headings=headings, rows=[["a\nb", "Linear"]]).text().splitlines()
+    assert lines[2:] == ["a\\nb  Linear"]
+
+
 def test_wide_characters_take_two_columns():
     headings = (Heading("site", "path"), Heading("type"))
     lines = Printout(headings=headings, rows=[["層", "Linear"], ["fc", "ReLU"]]).text().splitlines()

@@ -48,7 +48,13 @@ class TextTable:
         self._columns = {index: column for index, column in enumerate(columns) if column}
         self._left_out: dict[str, None] = {}
         self._below: list[int] = []  # columns whose cells have lines of their own
-        self._cells = [{index: cell_lines(row[index]) for index in self._columns} for row in rows]
+        self._cells = [
+            {
+                index: cell_lines(row[index], may_break=column.kind != "path")
+                for index, column in self._columns.items()
+            }
+            for row in rows
+        ]
         self._widths = self._fit_widths()
 
     def notes(self, width: int) -> list[str]:

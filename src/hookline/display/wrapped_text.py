@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import TextIO
 
-from hookline.display.text import escape_invisible
+from hookline.display.text import escape_invisible, escape_to_one_line
 
 LEAST_WIDTH = 40
 _TEXT_WIDTH = 80
@@ -50,9 +50,15 @@ def wrap_titled(title: str, text: str, width: int) -> list[Line]:
     return [[(first[:cut], "bold"), (first[cut:], "")], *[[(line, "")] for line in rest]]
 
 
-def cell_lines(cell: Cell) -> list[tuple[str, str]]:
-    """Return the lines of a cell, each with its style, without invisible characters."""
+def cell_lines(cell: Cell, *, may_break: bool = True) -> list[tuple[str, str]]:
+    """Return the lines of a cell, each with its style, without invisible characters.
+
+    Args:
+        may_break: whether a newline begins a line; one in the name of a module does not.
+    """
     pieces = [(cell, "")] if isinstance(cell, str) else cell
+    if not may_break:
+        return [(escape_to_one_line(text), style) for text, style in pieces]
     return [(line, style) for text, style in pieces for line in escape_invisible(text).split("\n")]
 
 

@@ -26,11 +26,13 @@ class Dying:
 def ask(monkeypatch):
     store = dist.HashStore()
 
-    def ask(rank, ranks=(0, 1), *, dies=False, said="here", question="run.full('fc')"):
+    def ask(
+        rank, ranks=(0, 1), *, dies=False, said="here", question="run.full('fc')", timeout=0.01
+    ):
         mine = Dying(store) if dies else store
         monkeypatch.setattr(rendezvous, "default_store", lambda: mine)
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
-        return rendezvous.gather_json(question, said, list(ranks), timeout=0.01)
+        return rendezvous.gather_json(question, said, list(ranks), timeout)
 
     return ask
 
@@ -48,6 +50,14 @@ def test_a_rank_that_comes_late_reads_the_same_verdict(ask):
     for rank in (1, 2):
         with pytest.raises(RanksError, match=r"waited 0.01 s for ranks 1, 2"):
             ask(rank, (0, 1, 2))
+
+
+@pytest.mark.parametrize("timeout", [None, 0.01])
+def test_calls_name_timeout_only_if_they_have_it(ask, monkeypatch, timeout):
+    monkeypatch.setattr(rendezvous, "TIMEOUT_S", 0.01)
+    with pytest.raises(RanksError, match="waited 0.01 s") as error:
+        ask(0, timeout=timeout)
+    assert ("timeout=" in str(error.value)) == (timeout is not None)
 
 
 def test_a_rank_alone_waits_for_nobody(ask):

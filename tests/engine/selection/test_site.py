@@ -140,6 +140,11 @@ def test_a_glob_matches_these_paths_and_no_others(pattern):
     assert [path for path in PATHS if regex.fullmatch(path)] == MATCHES[pattern]
 
 
+def test_globs_match_names_of_any_characters():
+    for pattern in ("**", "a.**", "**.c", "a.*.c"):
+        assert glob_to_regex(pattern).fullmatch("a.\n.c")
+
+
 @pytest.mark.parametrize("pattern", ["{a", "a}", "{a,{b}}"])
 def test_braces_that_are_not_closed_or_nest_are_refused(pattern):
     with pytest.raises(hl.SelectionError, match="malformed glob"):

@@ -348,6 +348,20 @@ def test_names_are_mapped_by_a_function_or_a_dict(mlp):
         assert comparison["1"].other == "act"
 
 
+def test_a_model_compares_with_the_module_that_wraps_it(mlp):
+    wrapped = nn.ModuleDict({"body": mlp})
+    wrapped.forward = lambda x: wrapped["body"](2 * x) + 1
+    whole, alone = run_of(wrapped, X), run_of(mlp, 2 * X)
+    for root in ("", "(root)"):
+        for comparison in (
+            hl.compare(whole, alone, names={root: "body"}),
+            hl.compare(alone, whole, names={"body": root}),
+        ):
+            assert comparison.counts["identical"] == len(comparison) == 8
+            assert "inputs" not in {finding.kind for finding in comparison.findings}
+            assert "(root)" in comparison.findings[-1].text  # it is on one side only
+
+
 @pytest.mark.slow
 def test_a_measured_floor_is_narrower_than_that_of_the_dtype():
     model = net()

@@ -75,7 +75,7 @@ def gather_json(
     question: str,
     data: Any,
     ranks: Sequence[int],
-    timeout: float = TIMEOUT_S,
+    timeout: float | None = None,
     *,
     is_of_a_step: bool = False,
 ) -> list[Any]:
@@ -87,7 +87,8 @@ def gather_json(
         question: the question, as a user would write the call.
         data: this rank's data, as JSON.
         ranks: the ranks that take part.
-        timeout: how long to wait for the other ranks, in seconds.
+        timeout: how long to wait for the other ranks, in seconds. None: `TIMEOUT_S`, which no
+            argument of the user's call changes.
         is_of_a_step: whether the data are of a step of a training, which nothing in them tells.
             Then a warning says if a rank may have missed the call of an earlier step.
 
@@ -100,7 +101,7 @@ def gather_json(
     if len(ranks) == 1:
         return [data]
     try:
-        verdict = _reach_verdict(question, data, ranks, timeout)
+        verdict = _reach_verdict(question, data, ranks, TIMEOUT_S if timeout is None else timeout)
     except (RuntimeError, ConnectionError) as error:
         raise RanksError(
             f"{question}: the store over which the ranks meet is gone, and so is the process that"
@@ -109,11 +110,12 @@ def gather_json(
         ) from error
     missing, questions = verdict["missing"], verdict["questions"]
     if missing:
+        hint = "" if timeout is None else " timeout= is how long to wait, in seconds."
         raise RanksError(
             f"{verdict['question']} waited {verdict['seconds']:g} s for {_ranks_text(missing)},"
             f" which did not come{_failure_text(verdict['failed'])}."
             "\nCall it on every rank of the group, outside of `if rank == 0:`. A rank that died or"
-            " raised never comes: look at its output. timeout= is how long to wait, in seconds."
+            f" raised never comes: look at its output.{hint}"
         )
     if len(set(questions)) > 1:
         raise RanksError(

@@ -199,7 +199,7 @@ def glob_to_regex(pattern: str) -> re.Pattern[str]:
             out.append("(?:" + "|".join(glob_to_regex(option).pattern for option in options) + ")")
         else:
             out.append(re.escape(token))
-    return re.compile("".join(out))
+    return re.compile("".join(out), re.DOTALL)  # a module's name may hold any character
 
 
 def _translate_brackets(token: str, pattern: str) -> str:

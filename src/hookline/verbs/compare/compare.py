@@ -65,7 +65,8 @@ def compare(
             may be compared with a recording; its names are those of the sites. Curves are compared
             at their common steps; of a step that comes twice, the last number counts.
         names: renames modules or arrays of b to those of a: a function from a path to a path, or a
-            dict `{path in b: path in a}`. A dict also renames what lies below a path.
+            dict `{path in b: path in a}`. A dict also renames what lies below a path: with
+            `{"": "body"}`, all of b is compared with the module `body` of a.
         floor: a comparison of two runs that only rounding tells apart, with the sites of a:
             `hl.compare(run, run_in_float64)`. Four times what it measured is noise; where it
             measured none, the values must be equal. None takes the floors of the dtypes, which are
@@ -130,7 +131,8 @@ def compare_with_unpaired(
             "a and b must have numbers in common, got"
             f" {pairing.pairs[0][0].key} without a tensor in both.\nRecord sites with tensors."
         )
-    inputs = [row for row in rows if judge.entry_of[row.site].is_input]
+    of_inputs = [ours for ours, theirs in pairing.pairs if ours.is_input or theirs.is_input]
+    inputs = [row for row in rows if judge.entry_of[row.site] in of_inputs]
     suspect, first = judge.find_suspect(rows)
     does_differ = any(row.verdict == "differs" for row in rows)
     about_tokens = find_token_remarks(alignment, why, judge.partial, does_differ=does_differ)

@@ -34,7 +34,12 @@ def pair_entries(a: Side, b: Side, names: Names | None) -> Pairing:
         InputError: no name is on both sides; `names` is no function or dict, gives two values one
             name, or names a value that is not there.
     """
-    theirs = _renamed_entries(b.entries, _renamer(a, b, names))
+    if isinstance(names, Mapping):
+        names = {key or ROOT: name or ROOT for key, name in names.items()}
+    displaced = _displaced_root(b, names)
+    theirs = _renamed_entries(
+        [entry for entry in b.entries if entry not in displaced], _renamer(a, b, names)
+    )
     ours = {(entry.path, entry.rest): entry for entry in a.entries}
     are_given = (a.noun, b.noun) == ("arrays", "recording")
     is_unordered = are_given or not _inner_outputs_come_first(a.entries)
@@ -46,8 +51,15 @@ def pair_entries(a: Side, b: Side, names: Names | None) -> Pairing:
     return Pairing(
         pairs,
         [entry for key, entry in ours.items() if key not in theirs],
-        [entry for key, entry in theirs.items() if key not in ours],
+        [*displaced, *(entry for key, entry in theirs.items() if key not in ours)],
     )
+
+
+def _displaced_root(b: Side, names: Names | None) -> list[Entry]:
+    """Return the values of b's root where names compare another module of b with a's root."""
+    if not isinstance(names, Mapping) or ROOT in names or ROOT not in names.values():
+        return []
+    return [entry for entry in b.entries if not entry.path]
 
 
 def _inner_outputs_come_first(entries: Sequence[Entry]) -> bool:
@@ -100,7 +112,7 @@ def _renamer(a: Side, b: Side, names: Names | None) -> Callable[[str], str]:
 def _rename_path(path: str, names: Mapping[str, str]) -> str:
     """Replace the longest beginning of a path that the dict names."""
     parts = path.split(".")
-    for n_parts in range(len(parts), 0, -1):
+    for n_parts in range(len(parts), -1, -1):
         new = names.get(".".join(parts[:n_parts]) or ROOT)
         if new is not None:
             return ".".join(["" if new == ROOT else new, *parts[n_parts:]]).removeprefix(".")

@@ -190,7 +190,7 @@ def _rows(sites: Sequence[SiteVerdict]) -> list[list[Cell]]:
 
 
 def _site_names(verdicts: Sequence[SiteVerdict], most: int) -> Cell:
-    pieces = [("\n".join(str(member.site) for member in verdicts[:most]), "")]
+    pieces = [(str(member.site), "") for member in verdicts[:most]]
     if len(verdicts) > most:
         pieces.append((f"and {len(verdicts) - most:,} more", "dim"))
     return pieces

@@ -209,9 +209,10 @@ class Sweep(Effects):
 
     def _cells(self, row: SweepRow) -> list[str]:
         gap = None if self.clean is None else self.clean - self.baseline
-        share = f"{row.effect / gap:.0%}" if gap and math.isfinite(row.effect / gap) else ""
+        share = row.effect / gap if gap else math.nan
+        of_clean = f"{share:z.0%}" if math.isfinite(share) else ""
         labels = [str(label) for label in row.labels.values()]
-        return [*labels, measure(row.metric), f"{row.effect:+.4g}", share,
+        return [*labels, measure(row.metric), f"{row.effect:+.4g}", of_clean,
                 "unmoved" * row.unmoved]  # fmt: skip
 
 
