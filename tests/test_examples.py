@@ -14,6 +14,8 @@ pytestmark = pytest.mark.processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
+# scikit-learn takes two seconds, too.
+SKLEARN = (f"{DYNAMO[0]} sklearn.linear_model", 0)
 
 
 def run(name: str, *, of: tuple[str, int] = TORCH, quiet: bool = True) -> str:
@@ -116,7 +118,7 @@ def test_shapes_of_resnet50():
 
 
 def test_features_for_search():
-    out = run("features_for_search", of=DYNAMO)
+    out = run("features_for_search", of=SKLEARN)
     assert out.startswith("ResNet-50, RANDOM weights")
     assert "240 known images, 120 held out" in out
     rows = re.findall(r"^  (\w+) +(\d+) numbers +nearest (\S+)% +probe (\S+)%$", out, re.M)
@@ -196,7 +198,7 @@ def test_watch_a_model_being_built():
 
 
 def test_frozen_layers():
-    out = run("frozen_layers", of=DYNAMO)
+    out = run("frozen_layers", of=SKLEARN)
     before, after = numbers("accuracy N%", out)
     assert 30 < before < 75
     assert 85 < after <= 100
@@ -233,7 +235,7 @@ def test_the_table_names_every_script_once():
 
 
 def test_probe_from_a_store():
-    out = run("probe_from_a_store", of=DYNAMO)
+    out = run("probe_from_a_store", of=SKLEARN)
     assert "Store of 4 sites, 1,797 items" in out
     assert "finds all of its 1797 rows on disk" in out
     accuracies = numbers("  (?:stem|block[123]) +N%", out)

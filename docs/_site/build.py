@@ -219,8 +219,9 @@ def definition(name: str) -> str:
 
 
 def generate(work: Path) -> None:
-    """Run the generator, strictly."""
-    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
+    """Run the generator, strictly. To look for garbage takes it a fifth of its time."""
+    start = "import gc; gc.disable(); from zensical.main import cli; cli()"
+    command = [sys.executable, "-c", start, "build", "--strict", "--clean"]
     done = subprocess.run(
         [*command, "--config-file", "mkdocs.yml"],
         cwd=work,

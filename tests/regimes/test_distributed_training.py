@@ -212,11 +212,12 @@ def test_a_line_on_one_rank_only_holds_up_no_other(rank, folder):
 # -- deep models --------------------------------------------------------------------------------
 
 
-def resnet34():
+def resnet():
     from hookline.models import load_model
 
     torch.manual_seed(0)
-    return load_model("torchvision:resnet34", weights="none").model.eval()
+    name = tries("resnet34", gate="resnet18")
+    return load_model(f"torchvision:{name}", weights="none").model.eval()
 
 
 def pictures():
@@ -235,8 +236,8 @@ DEEP = {
     "llama, DDP": (DistributedDataParallel, lambda: llama(N_BLOCKS), tokens, LLAMA),
     "llama, FSDP2": (sharded, lambda: llama(N_BLOCKS), tokens, LLAMA),
     "llama, TP": (split, lambda: llama(N_BLOCKS), tokens, LLAMA),
-    "resnet34, DDP": (DistributedDataParallel, resnet34, pictures, r"^layer\d\.\d+$"),
-    "resnet34, FSDP2": (in_stages, resnet34, pictures, r"^layer\d\.\d+$"),
+    "resnet, DDP": (DistributedDataParallel, resnet, pictures, r"^layer\d\.\d+$"),
+    "resnet, FSDP2": (in_stages, resnet, pictures, r"^layer\d\.\d+$"),
 }
 
 
