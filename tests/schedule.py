@@ -109,6 +109,8 @@ def pytest_make_collect_report(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by their fixtures, and put the slow files first for the workers of `make test`."""
     for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            item.fixturenames.append("names_in_docstrings")
         for fixture, mark in MARK_OF_FIXTURE.items():
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(mark)
@@ -183,8 +185,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     frames, processes = _compiled_frames(), len(_processes)
     yield
     is_done = {"compiles": _compiled_frames() > frames, "processes": len(_processes) > processes}
-    for mark, is_needed in is_done.items():
+    for mark in [mark for mark, is_needed in is_done.items() if is_needed]:
         # Inductor starts its workers once, whichever test comes first: `compiles` says enough.
         marked = item.get_closest_marker(mark) or item.get_closest_marker("compiles")
-        if is_needed and isinstance(item, pytest.Function) and not marked:
+        if isinstance(item, pytest.Function) and not marked:
             pytest.fail(f"mark this test with @pytest.mark.{mark}: `make quick` is to leave it out")

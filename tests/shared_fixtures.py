@@ -42,11 +42,9 @@ def _compiled_functions() -> None:
     compile_difference()
 
 
-@pytest.fixture(autouse=True)
-def _names_in_docstrings(request: pytest.FixtureRequest) -> None:
-    """Name what the examples use: tests import it, and need no model and no folder for it."""
-    if not isinstance(request.node, pytest.DoctestItem):
-        return
+@pytest.fixture
+def names_in_docstrings(request: pytest.FixtureRequest) -> None:
+    """Name what the examples use. `schedule.py` gives it to them."""
     names = request.getfixturevalue("doctest_namespace")
     names.update(
         io=io,
@@ -126,9 +124,10 @@ def _chromium():
     from playwright.sync_api import sync_playwright  # for the few tests of pages
 
     place = shutil.which("chromium-headless-shell") or "/usr/bin/chromium"
+    one_renderer = ["--renderer-process-limit=1", "--disable-site-isolation-trials"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=place, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=place, args=["--no-sandbox", "--disable-gpu", *one_renderer]
         )
         loop = asyncio.get_running_loop()
         asyncio._set_running_loop(None)
