@@ -840,6 +840,18 @@ def test_integer_values_are_left_out_and_said_once():
     assert list(seen.sites) == ["(root)", "0", "1:input", "1"]
 
 
+def test_integers_that_nobody_chose_are_left_out_without_a_word():
+    class Ranks(nn.Module):
+        def forward(self, x):
+            return x.argsort()
+
+    model = nn.Sequential(nn.Linear(3, 2), Ranks())
+    with hl.monitor(model) as seen:
+        model(torch.ones(4, 3))
+    assert "0" in seen.sites
+    assert "1" not in seen.sites
+
+
 def test_sites_that_are_left_out_have_their_own_reasons():
     class Rows(nn.Module):
         def forward(self, x):

@@ -236,7 +236,8 @@ def monitor(
             parameters "value" (before the step; also of frozen ones), "grad" (as the optimizer gets
             it: accumulated, reduced, unscaled, clipped) and "update" (the change by the step, with
             its `ratio` to the weight). None is outputs, their gradients, and all three of
-            parameters.
+            parameters. Floating and complex values are measured; a warning names what you chose and
+            is of integers.
         every: the number of steps from one report to the next; the first report is of step 0.
         stats: one statistic or several, of `hl.stats` or of your own (an object with the methods
             `start`, `update`, `merge` and `result`). None is `hl.stats.moments()`.
@@ -266,7 +267,8 @@ def monitor(
     line.originals.consequence = _CONSEQUENCE
     try:
         sites = choose_sites(line, selector, ports)
-        slots = Slots(statistics, len(sites.modules))
+        is_of_all = selector is None and ports is None
+        slots = Slots(statistics, len(sites.modules), is_of_all=is_of_all)
         return _attach_hooks(line, sites, slots, every, to, LossScale(scaler))
     except BaseException:
         line.remove()

@@ -210,7 +210,8 @@ class SiteSlots:
     def _prepare_for_value(self, value: Tensor) -> None:
         """Look at the first value of a dtype or device, and at each empty one."""
         if not (value.is_floating_point() or value.is_complex()):
-            self._turn_off(f"its values are {str(value.dtype).removeprefix('torch.')}")
+            dtype = str(value.dtype).removeprefix("torch.")
+            self._turn_off(f"its values are {dtype}", is_told=not self._of.is_of_all)
         elif not has_numbers(value):
             self._turn_off(
                 "its values have no numbers, because they are on the meta device or fake"
@@ -223,13 +224,14 @@ class SiteSlots:
             if self._device != value.device:
                 self._move_slots(value)
 
-    def _turn_off(self, why: str) -> None:
+    def _turn_off(self, why: str, *, is_told: bool = True) -> None:
         with self._of.lock:
             self.is_off, self.slots, self.pass_slots = True, None, (None, 0)
             if self.widths:
                 self.widths = ()
                 self._of.increment_version()
-            self._of.add_complaint(self.name, f"is left out: {why}")
+            if is_told:
+                self._of.add_complaint(self.name, f"is left out: {why}")
 
     def _move_slots(self, value: Tensor) -> None:
         """Make empty slots on the value's device; the slots so far move along."""
@@ -289,6 +291,8 @@ class Slots:
     Args:
         statistics: the statistics of each site.
         n_modules: the number of sites of modules, which come before those of parameters.
+        is_of_all: whether nobody chose sites or ports, so that it is no news if a module returns
+            integers, such as indices or a mask.
 
     Attributes:
         is_on: whether this step is reported. Hooks look at it once, and do nothing else if not.
@@ -302,9 +306,12 @@ class Slots:
         lock: held while slots change, since values may come from several threads.
     """
 
-    def __init__(self, statistics: tuple[Statistic[Any], ...], n_modules: int) -> None:
+    def __init__(
+        self, statistics: tuple[Statistic[Any], ...], n_modules: int, *, is_of_all: bool = False
+    ) -> None:
         self.statistics = statistics
         self.n_modules = n_modules
+        self.is_of_all = is_of_all
         self.is_on = True
         self.leaves_out = False
         self.has_run = False
@@ -508,7 +515,7 @@ class Slots:
             ]
             warn(
                 f"hl.monitor: {'; '.join(said[:4])}{'; …' * (len(said) > 4)}."
-                "\nSelect other sites, or give stats= that can measure these."
+                "\nSelect other sites, of floating values, or give other stats= where these failed."
             )
 
 
