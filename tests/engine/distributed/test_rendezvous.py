@@ -55,7 +55,7 @@ def test_a_rank_that_comes_late_reads_the_same_verdict(ask):
 @pytest.mark.parametrize("timeout", [None, 0.01])
 def test_calls_name_timeout_only_if_they_have_it(ask, monkeypatch, timeout):
     monkeypatch.setattr(rendezvous, "TIMEOUT_S", 0.01)
-    with pytest.raises(RanksError, match="waited 0.01 s") as error:
+    with pytest.raises(RanksError, match=r"waited 0\.01 s") as error:
         ask(0, timeout=timeout)
     assert ("timeout=" in str(error.value)) == (timeout is not None)
 

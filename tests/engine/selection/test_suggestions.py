@@ -200,8 +200,8 @@ def test_what_is_matched_but_has_no_such_port_says_what_has():
 )
 def test_a_tensor_that_is_not_a_parameter_says_where_tensors_go(tensor, got):
     assert said(Parts(), tensor) == (
-        f"a tensor as a selector must be a parameter of Parts, {got}\nFor any tensor: hl.attach(),"
-        " line.grad(tensor, fn); for a module's values, name the module."
+        f"a tensor as a selector must be a parameter of Parts, {got}\nInputs go to the model, and a"
+        " selector names modules. For the gradient of a tensor: hl.attach(), line.grad(tensor, fn)."
     )
 
 

@@ -54,8 +54,8 @@ def explain_no_match(tree: ModuleTree, query: SelectorParts) -> str:
         return (
             f"a tensor as a selector must be a parameter of {tree.name}, got {in_words(selector)}"
             f"{' (it was computed, as a parametrized weight is)' if selector.grad_fn else ''}."
-            "\nFor any tensor: hl.attach(), line.grad(tensor, fn); for a module's values, name the"
-            " module."
+            "\nInputs go to the model, and a selector names modules. For the gradient of a tensor:"
+            " hl.attach(), line.grad(tensor, fn)."
         )
     name = repr(selector) if isinstance(selector, str | re.Pattern) else _selector_text(selector)
     is_grad = query.ports == ("grad",)

@@ -42,8 +42,8 @@ _STORED = re.compile(
     r"|num_batches_tracked|parametrizations\.\w+\.original\d*)"
 )
 _CONVERT = (
-    "Give two recordings, stores, curves or dicts of arrays, or their folders; of two models their"
-    " state dicts: hl.compare(a.state_dict(), b.state_dict())."
+    "Give two recordings, stores, curves or dicts of arrays, or their folders. Two models:"
+    " hl.shadow(a, b, inputs), or, of weights alone, hl.compare(a.state_dict(), b.state_dict())."
 )
 
 
