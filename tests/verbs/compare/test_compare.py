@@ -443,7 +443,7 @@ def test_the_models_and_recordings_are_left_as_they_were(mlp):
 def refusals():
     x = {"layers.0.up": X}
     return {
-        "a model": (nn.Linear(2, 2), x, {}, "a must be a recording.*got Linear.*state dict"),
+        "a model": (nn.Linear(2, 2), x, {}, "a must be a recording.*got Linear.*hl.shadow"),
         "a number": (x, 3, {}, "b must be a recording"),
         "nothing": ({}, x, {}, "a must hold values, got none"),
         "names that are no texts": ({1: X}, x, {}, "keys of a must be names, got 1"),
