@@ -60,6 +60,20 @@ def test_an_update_that_was_not_measured_may_make_a_jump(every, advice):
     assert jump.advice.startswith(advice)
 
 
+def test_an_update_as_large_as_the_jump_made_it():
+    sites = ["w:value", "w:update"]
+    calm, growing = [[[1.0], [0.01]]], [[[1.0], [2.0]], [[3.0], [100.0]]]
+    finding = findings(sites, calm * 4 + growing + [[[103.0], [5.0]]] * 8)["jump"]
+    assert (finding.site, finding.step) == ("w:value", 6)
+    assert finding.advice.startswith("The update of step 5 made it: lower the learning rate")
+
+
+def test_a_jump_that_grows_over_steps_is_no_single_batch():
+    finding = findings(["a"], [[[k]] for k in [1.0] * 14 + [4.0, 20.0] + [1.0] * 8])["jump"]
+    assert "It is over after a few steps. " in f"{finding.why} "
+    assert finding.advice.startswith("It grows over several steps")
+
+
 @pytest.mark.parametrize(("name", "level"), [("experts", "note"), ("blocks", "warning")])
 def test_an_expert_may_rest_while_its_siblings_train(name, level):
     paths = [f"{name}.{k}.weight" for k in range(3)]
@@ -208,3 +222,15 @@ def test_units_of_a_step_without_a_finite_row_are_not_dead():
     reports = seen._source.read()
     assert "dead units" in [finding.kind for finding in judge_steps(reports)]
     assert "dead units" not in [finding.kind for finding in judge_steps(reports[:10])]
+
+
+def test_dead_units_are_those_of_outputs_not_of_gradients():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    nn.init.constant_(model[0].bias, -100.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with hl.monitor(model, stats=(hl.stats.moments(), hl.stats.covariance())) as seen:
+        for _ in range(12):
+            model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+    finding = next(f for f in seen.findings() if f.kind == "dead units")
+    assert (finding.site, finding.number, finding.follows) == ("1", "3 units", ())

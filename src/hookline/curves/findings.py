@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hookline.curves.dead_units import dead_units
 from hookline.curves.downsampled_table import RECENT, DownsampledTable
 from hookline.curves.logged_numbers import logged_curves
+from hookline.curves.ports import path_and_port
 from hookline.curves.step_reports import StepReport
 from hookline.curves.training_numbers import (
     BEGUN,
@@ -40,6 +41,7 @@ _MOST_NAMED = 3
 _MOST_UNITS = 4  # whose numbers are printed
 _OF_NOW = {"vanishing", "dead units"}  # kinds that tell of the last steps alone
 _SINGLE = 3  # steps after which a jump is over
+_ROUNDING = 1e-3  # of the norms of weights and updates
 
 
 def judge_steps(
@@ -150,12 +152,10 @@ def _jumps(training: TrainingNumbers) -> Iterator[Finding]:
     }
     why = f"{before.get(what, '')}{_first_to_move_text(len(onsets))}"
     why += f" Its norm was at most {first.usual:.3g} before."
-    why += " It is over after a few steps: a single batch." if first.is_over else ""
-    advice, follows = _advice_on_jump(first, what), sites_of(onsets[1:])
-    if what == "weight" and not (
-        training.site_indices("update") and training.has_step(first.step - 1)
-    ):
-        advice = "An update that was not measured may have made it: measure those of each step."
+    if first.is_over:
+        why += f" It is over after a few steps{': a single batch' * first.is_sudden}."
+    is_weight, follows = what == "weight", sites_of(onsets[1:])
+    advice = _advice_on_weight(training, first) if is_weight else _advice_on_jump(first, what)
     yield Finding("jump", text, first.site, level, number, why, advice, follows, first.step)
 
 
@@ -165,8 +165,6 @@ def _advice_on_jump(first: Onset, noun: str) -> str:
             "No other gradient jumps in this step: look at hooks on"
             f" {path_of_site(first.site)} and at what uses it, and clip gradients."
         )
-    if noun == "weight":
-        return f"No update jumps before: look at what else writes to {path_of_site(first.site)}."
     if not first.is_sudden:
         return "It grows over several steps: lower the learning rate, or clip gradients."
     if noun == "gradient":
@@ -174,6 +172,18 @@ def _advice_on_jump(first: Onset, noun: str) -> str:
     if noun == "output" and not first.is_over:
         return f"Look at the input of {path_of_site(first.site)} and at what changed in this step."
     return "Look at this step's batch and its labels."
+
+
+def _advice_on_weight(training: TrainingNumbers, first: Onset) -> str:
+    """Tell whether the update before a jump made it: a norm grows by no more than its update's."""
+    path, before = path_of_site(first.site), first.step - 1
+    if not (training.site_indices("update") and training.has_step(before)):
+        return "An update that was not measured may have made it: measure those of each step."
+    norms = training.norms_of_step(before)
+    growth = training.norms_of_step(first.step)[first.site] - norms.get(first.site, math.nan)
+    if growth <= (1 + _ROUNDING) * norms.get(f"{path}:update", 0.0):
+        return f"The update of step {before:,} made it: lower the learning rate, or clip gradients."
+    return f"No update jumps before: look at what else writes to {path}."
 
 
 def _first_to_move_text(n_sites: int) -> str:
@@ -385,6 +395,8 @@ def _dead_units(training: TrainingNumbers) -> Iterator[Finding]:
     sites = dict(dead_units(training.reports))
     if not sites:
         return
+    # The gradients of a dead unit, and those of its weights, are 0 as well.
+    sites = {site: sites[site] for site in sites if path_and_port(site)[1] == "output"} or sites
     first, *others = sites
     units = sites[first]
     text = f"{plural(len(units), 'unit')} of {first} pass nothing: {listed(units, _MOST_UNITS)}."

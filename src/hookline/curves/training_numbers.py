@@ -129,10 +129,14 @@ class TrainingNumbers:
         """Tell whether a step was measured."""
         return any(report.step == step for report in self.reports)
 
+    def norms_of_step(self, step: int) -> dict[str, float]:
+        """Return the norms by site in a step that was measured."""
+        table = _make_table([next(report for report in self.reports if report.step == step)])
+        return dict(zip(table.sites, table.last_min_max("norm")[0, 0].tolist(), strict=True))
+
     def _have_finite_numbers(self, step: int, sites: Sequence[int]) -> list[bool]:
         """Tell of sites whether they have finite numbers in a step, too."""
-        table = _make_table([next(report for report in self.reports if report.step == step)])
-        norms = dict(zip(table.sites, table.last_min_max("norm")[0, 0], strict=True))
+        norms = self.norms_of_step(step)
         return [not math.isnan(norms.get(self.sites[k], math.nan)) for k in sites]
 
     def site_indices(self, *ports: str) -> list[int]:
