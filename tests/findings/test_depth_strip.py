@@ -156,3 +156,11 @@ def test_a_single_output_and_none_have_no_strip():
     with hl.record(model) as run:
         model(torch.ones(1, 2))
         assert depth_strip_svg(judge_passes(run.passes, run.modules, run.report())[1], ()) == ""
+
+
+def test_blocks_recorded_alone_are_joined_by_a_line():
+    model = nn.Sequential(nn.Sequential(*[Block() for _ in range(3)]), nn.Linear(8, 2))
+    with hl.record(model, ["0.*", "1"]) as run:
+        model(torch.randn(4, 8))
+    lines = paths(drawn(run), **{"stroke-width": "1.6"})
+    assert [line.get("d").count("L") for line in lines] == [2]

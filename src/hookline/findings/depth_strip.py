@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 from hookline.display.text import escape_html, plural
 from hookline.display.units import measure, share
 from hookline.findings.finding import Finding
-from hookline.findings.survey import Survey
+from hookline.findings.survey import Survey, repeated_block_indices
 from hookline.findings.tensor_reading import Numbers, Reading
 
 # Legible on a light and on a dark ground. The page has the same lanes in the same order.
@@ -101,10 +101,16 @@ def _zero_share(numbers: Numbers) -> float | None:
 
 
 def _block_indices(survey: Survey, outputs: Sequence[Reading]) -> list[int]:
-    """Return the places of the repeated blocks; without any, of the modules at the top."""
+    """Return the places of the repeated blocks; without any, of the modules at the top.
+
+    In a part of a model, blocks need not hold others.
+    """
     blocks = {(reading.path, reading.call) for reading in survey.block_outputs}
     places = [k for k, r in enumerate(outputs) if (r.path, r.call) in blocks]
-    return places or [k for k, r in enumerate(outputs) if r.path and "." not in r.path]
+    top = [k for k, r in enumerate(outputs) if r.path and "." not in r.path]
+    if places or not all(r.path for r in outputs):
+        return places or top
+    return max(top, repeated_block_indices([r.path for r in outputs]), key=len)
 
 
 def _none_if_not_finite(number: float) -> float | None:

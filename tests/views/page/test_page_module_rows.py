@@ -119,6 +119,16 @@ def test_the_trunk_is_the_repeated_blocks(net, image):
     ]  # fmt: skip
 
 
+def test_blocks_recorded_alone_are_the_trunk():
+    model = nn.ModuleDict({"body": nn.Sequential(*[nn.ReLU() for _ in range(3)])})
+    model["head"] = nn.Linear(2, 2)
+    with hl.record(model, ["body.*", "head"]) as run:
+        model["head"](model["body"](torch.zeros(1, 2)))
+    rows = rows_in(run)
+    trunk = [rows[index].label for index in repeated_block_rows(rows)]
+    assert trunk == ["body.0", "body.1", "body.2"]
+
+
 def test_a_lone_input_keeps_its_port_in_its_name(net, image):
     with hl.record(net, "fc:input") as run:
         net(image)

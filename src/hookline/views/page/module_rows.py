@@ -58,19 +58,21 @@ def list_rows(recording: Recording, entries: Sequence[ValueEntry]) -> list[Row]:
 def repeated_block_rows(rows: Sequence[Row]) -> list[int]:
     """Return the rows of the repeated blocks, such as the layers of a transformer.
 
-    Without any, the rows at the top with a value.
+    Without any, the rows at the top with a value; in a part of a model, blocks that hold no others.
     """
     holders = {row.parent for row in rows if row.parent is not None}
-    blocks = [
-        index
-        for index, row in enumerate(rows)
-        if index in holders and row.module_type not in PLAIN_HOLDERS and _has_output(row)
-    ]
-    places = repeated_block_indices([rows[index].path for index in blocks])
-    if places:
-        return [blocks[place] for place in places]
+    outputs = [index for index, row in enumerate(rows) if _has_output(row)]
+    blocks = [k for k in outputs if k in holders and rows[k].module_type not in PLAIN_HOLDERS]
+    if repeated := _repeated(rows, blocks):
+        return repeated
     root = 0 if rows and not rows[0].path else None
-    return [index for index, row in enumerate(rows) if row.parent == root and _has_output(row)]
+    top = [index for index in outputs if rows[index].parent == root]
+    return top if root == 0 else max(top, _repeated(rows, outputs), key=len)
+
+
+def _repeated(rows: Sequence[Row], indices: Sequence[int]) -> list[int]:
+    places = repeated_block_indices([rows[index].path for index in indices])
+    return [indices[place] for place in places]
 
 
 def _has_output(row: Row) -> bool:
