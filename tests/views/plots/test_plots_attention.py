@@ -107,3 +107,11 @@ def test_each_map_lies_inside_the_figure_and_apart(recorded, n_heads, n_tokens):
         assert -1 <= box.y0 < box.y1 <= height + 1
     for k, box in enumerate(boxes):
         assert not any(box.shrunk(0.99, 0.99).overlaps(other) for other in boxes[:k])
+
+
+@pytest.mark.parametrize(
+    ("texts", "got"), [(torch.arange(4), "Tensor"), ([1, 2, 3, 4], "int"), ("abcd", "one text")]
+)
+def test_ids_and_one_text_are_no_texts_of_tokens(recorded, texts, got):
+    with pytest.raises(hl.InputError, match=rf"list of texts, .* got {got}\.\nGive those of the"):
+        hl.plots.attention(recorded(torch.rand(1, 1, 4, 4)), "site", texts=texts)

@@ -14,9 +14,18 @@ def check_texts(name: str, texts: Sequence[str] | None, n_tokens: int, label: st
     """Refuse texts that are not one for each token.
 
     Raises:
-        InputError: there are more or fewer texts than tokens.
+        InputError: there are more or fewer texts than tokens, or they are no texts.
     """
-    if texts is not None and len(texts) != n_tokens:
+    if texts is None:
+        return
+    no_text = next((text for text in texts if not isinstance(text, str)), None)
+    if isinstance(texts, str) or no_text is not None:
+        got = "one text" if isinstance(texts, str) else type(no_text).__name__
+        raise InputError(
+            f"{name} must be a list of texts, one for each token of {label}, got {got}.\nGive those"
+            " of the tokenizer: tokenizer.convert_ids_to_tokens(ids)."
+        )
+    if len(texts) != n_tokens:
         raise InputError(
             f"{name} must have one text for each of the {plural(n_tokens, 'token')} of"
             f" {label}, got {plural(len(texts), 'text')}.\nGive one for each, or {name}=None."
