@@ -947,6 +947,18 @@ def test_blocks_that_run_again_are_no_stack():
         hl.anatomy(model)
 
 
+def test_a_sum_outside_of_the_blocks_is_told():
+    class Outside(Text):
+        def forward(self, x):
+            x = self.embed(x)
+            for block in self.blocks:
+                x = x + block.mlp(x)
+            return self.unembed(self.norm(x))
+
+    with pytest.raises(hl.SelectionError, match=r"x \+ block\(x\) must lie within the block"):
+        hl.anatomy(Outside())
+
+
 def test_a_compiled_model_is_refused():
     with pytest.raises(hl.AttachError, match=r"before torch\.compile"):
         hl.anatomy(torch.compile(Text(), backend="eager"))

@@ -85,7 +85,10 @@ _FEWEST_TOKENS = 3
 def _require_stacks(model: nn.Module, trace: Trace) -> list[Stack]:
     stacks, reasons = find_stacks(model, trace)
     if not stacks:
-        none = "no stack of blocks ran, two or more, each on what the last one returned"
+        none = (
+            "no stack of blocks ran, two or more, each on what the last one returned (a sum such as"
+            " x + block(x) must lie within the block)"
+        )
         why = reasons[0] if reasons else none + _scripted_module_text(model)
         raise SelectionError(
             f"{type(model).__name__} must have a residual stream, and none can be proven: {why}."
