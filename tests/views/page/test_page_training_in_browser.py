@@ -103,6 +103,9 @@ def test_the_page_begins_at_the_worst_finding_and_its_step(page):
     choose(page, "Logged", "lr")
     expect(loss).to_have_attribute("aria-label", "lr, step 0 to 3: 0.1 to 0.1")
     expect(page.locator("img[src=x]")).to_have_count(0)
+    rows = page.locator(".time-map").bounding_box()  # the steps are named right below its last row
+    assert rows["height"] < 6 * 14 + 4 * 24
+    assert page.locator(".below").bounding_box()["y"] == rows["y"] + rows["height"]
     assert faults_of(page) == []
 
 

@@ -46,6 +46,7 @@ function makeChart(host, run, view, onChoose) {
     const width = map.clientWidth - parseFloat(getComputedStyle(map).paddingLeft) - 12;
     const left = width < 420 ? 74 : 138;
     const nBands = view.bands.length;
+    map.style.maxHeight = "";
     const free = map.clientHeight - GAP * nBands - 4;
     const height = clamp(free / view.shown.length, view.shown.length > 2000 ? 2 : 3, 14);
     lines = [];
@@ -59,6 +60,7 @@ function makeChart(host, run, view, onChoose) {
       }
     }
     total = y + 4;
+    map.style.maxHeight = `${total}px`; // the steps are named right below the last row
     const step = (width - left) / Math.max(1, run.columns.length);
     plot = { width, left, height, step, x: (column) => left + step * (column + 0.5) };
     const rows = lines.filter(({ site }) => site !== undefined);
