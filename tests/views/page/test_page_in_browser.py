@@ -184,6 +184,7 @@ def test_outputs_without_spread_are_at_the_bottom_of_the_strip(new_page, tmp_pat
             module(size * torch.tensor([1.0, 2.0]))
     address = hl.write_page(run, tmp_path / "flat.html").as_uri()
     page = new_page(address, address)
+    expect(page.locator("#strip-legend")).to_contain_text("outputs of Identity")
     page.evaluate("location.hash = '#at=0'")  # its line hides nothing of the second
     reach = """() => {
         const canvas = document.querySelector("#strip canvas");
@@ -267,7 +268,10 @@ def test_what_follows_has_the_colour_of_the_legend_everywhere(new_page, tmp_path
         model(torch.ones(2, 4))
     address = hl.write_page(run, tmp_path / "dead.html").as_uri()
     page = new_page(address, address)
-    expect(page.locator("#strip-legend")).to_contain_text("all zero")
+    legend = page.locator("#strip-legend")
+    expect(legend).to_contain_text("all zero")
+    expect(legend).to_contain_text("outputs")
+    expect(legend).not_to_contain_text("outputs of")  # its line joins modules of two types
     colour = page.locator(".key-also").evaluate("(e) => getComputedStyle(e).backgroundColor")
     shadow = page.locator(".line.also").first.evaluate("(e) => getComputedStyle(e).boxShadow")
     assert shadow.startswith(colour)

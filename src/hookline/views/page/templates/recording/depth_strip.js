@@ -447,7 +447,8 @@ function makeDepthStrip(host, core, chosen, onChoose) {
   }
 
   function showLegend() {
-    const trunk = core.types[rows.type[core.trunk[0]]] ?? "";
+    const kinds = new Set(core.trunk.map((row) => core.types[rows.type[row]]));
+    const [trunk] = kinds.size === 1 ? kinds : [""];
     const key = (name) => element("i", { class: `key-${name}` });
     const hasZero = plot.line.some((row) => values.zeros[plot.table.main[row].output] === 1);
     byId("strip-legend").replaceChildren(
