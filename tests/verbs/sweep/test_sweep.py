@@ -449,6 +449,16 @@ def test_a_change_of_the_shape_is_refused(left_as_found):
 
 
 @pytest.mark.parametrize(
+    ("site", "each"), [("@z", {"head": (2, 5)}), ("@pattern", {"position": 1})]
+)
+def test_an_axis_of_attention_has_the_dimension_of_its_name(site, each):
+    model = nn.MultiheadAttention(4, 2, batch_first=True).eval()
+    x = torch.randn(1, 5, 4)
+    with pytest.raises(hl.InputError, match=r"must be dimension [12] at @.*heads in dimension 1"):
+        hl.sweep(model, (x, x, x), {site: hl.edits.scale(0)}, lambda out: out[0].sum(), each=each)
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"each": {"unit": 2}}, r"each\['unit'\] must be a dimension of the value at 0, got 2"),

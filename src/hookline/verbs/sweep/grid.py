@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 
 from hookline.engine import (
+    PARTS,
     ModuleNode,
     ModuleTree,
     Operation,
@@ -302,6 +304,7 @@ def _divide_dims(site: str, value: Any, each: Each) -> tuple[_DividedDim, ...]:
                 f" {size} at {site}.\nGive a divisor of {size}."
             )
         dim %= value.dim()
+        _check_attention_dim(site, name, dim)
         if dim in {cut.dim for cut in cuts}:
             raise InputError(
                 f"each axis must have a dimension of its own, got dimension {dim} twice at {site}."
@@ -310,6 +313,18 @@ def _divide_dims(site: str, value: Any, each: Each) -> tuple[_DividedDim, ...]:
         step = size // n if n else 1
         cuts.append(_DividedDim(dim, size // step if step else 0, step))
     return tuple(cuts)
+
+
+def _check_attention_dim(site: str, name: str, dim: int) -> None:
+    """Refuse an axis whose name says another dimension of a value of attention."""
+    part = re.split("[:#[]", site.rpartition("@")[2])[0]
+    usual = {"head": 1, "position": 2}.get(name, dim)
+    if "@" in site and part in PARTS and dim != usual:
+        raise InputError(
+            f"each[{name!r}] must be dimension {usual} at {site}, got {dim}: values of attention"
+            f" have heads in dimension 1, and positions in 2.\nGive each={{{name!r}: {usual}}}, or"
+            " give the axis another name."
+        )
 
 
 def _part_slices(cuts: tuple[_DividedDim, ...], index: tuple[int, ...]) -> tuple[slice, ...]:
