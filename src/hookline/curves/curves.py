@@ -17,6 +17,7 @@ from hookline.curves.numbers_over_steps import CurveColumns
 from hookline.curves.slot_layout import Layout
 from hookline.curves.step_reports import LOGGED, Reports, ReportSource, StepReport, weight_of_update
 from hookline.display.results import Printout, Result
+from hookline.display.text import plural
 from hookline.engine import normalize_root
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.provenance import Provenance
@@ -45,7 +46,7 @@ class Curve:
         self._columns = CurveColumns(site, rank)
 
     def __repr__(self) -> str:
-        return f"Curve of {self.site}: {', '.join(self.names)}; {len(self._reports)} steps"
+        return f"Curve of {self.site}: {', '.join(self.names)}; {plural(len(self._reports), 'step')}"
 
     def __len__(self) -> int:
         return len(self._reports)
