@@ -46,7 +46,9 @@ class Curve:
         self._columns = CurveColumns(site, rank)
 
     def __repr__(self) -> str:
-        return f"Curve of {self.site}: {', '.join(self.names)}; {plural(len(self._reports), 'step')}"
+        return (
+            f"Curve of {self.site}: {', '.join(self.names)}; {plural(len(self._reports), 'step')}"
+        )
 
     def __len__(self) -> int:
         return len(self._reports)

@@ -343,3 +343,12 @@ def test_tokens_are_measured_in_each_pass_that_fits(tmp_path, monkeypatch):
     monkeypatch.setattr("hookline.views.page.recording_page._MOST_NORMS", 2 * 15)
     norms = core_of(hl.write_page(run, tmp_path / "report.html").read_text("utf-8"))["norms"]
     assert sorted(norms) == ["1", "2"]
+
+
+def test_a_total_of_one_has_a_singular_label(tmp_path):
+    model = nn.Linear(2, 2)
+    with hl.record(model, "") as run:
+        model(torch.zeros(1, 2))
+    text = hl.write_page(run, tmp_path / "page.html").read_text()
+    labels = re.findall(r"<dt>(\w+)</dt><dd>1</dd>", text)
+    assert labels == ["Site", "Value", "Pass"]

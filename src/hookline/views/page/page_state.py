@@ -228,12 +228,17 @@ def recording_totals(
     recording: Recording, n_values: int, store: Store | None
 ) -> list[tuple[str, str]]:
     """List the totals at the top of the page as (label, text)."""
-    sites = "Sites", f"{len(recording.sites):,}"
+    sites = number_fact(len(recording.sites), "Site", "Sites")
     if store is not None:
-        return [sites, ("Items", f"{len(store):,}"), ("Size", size(store.nbytes))]
-    n_passes = len(recording.passes)
-    passes = "Pass" if n_passes == 1 else "Passes", f"{n_passes:,}"
-    return [sites, ("Values", f"{n_values:,}"), passes]
+        n_items = number_fact(len(store), "Item", "Items")
+        return [sites, n_items, ("Size", size(store.nbytes))]
+    values = number_fact(n_values, "Value", "Values")
+    return [sites, values, number_fact(len(recording.passes), "Pass", "Passes")]
+
+
+def number_fact(number: int, noun: str, nouns: str) -> tuple[str, str]:
+    """Return a total as (label, text)."""
+    return noun if number == 1 else nouns, f"{number:,}"
 
 
 def failed_pass_notices(recording: Recording) -> list[str]:

@@ -26,6 +26,7 @@ from hookline.curves.step_reports import ReportSource
 from hookline.display.text import escape_invisible
 from hookline.errors import InputError
 from hookline.findings import Findings
+from hookline.views.page.page_state import number_fact
 from hookline.views.page.page_templates import load_template
 from hookline.views.page.recording_data import finding_data, pack_json
 from hookline.views.page.recording_page import page_path, write_page_file
@@ -327,7 +328,10 @@ def write_curves_page(
 def _render(
     template: Any, run: OpenRun, title: str, where: str, core: dict[str, Any], *, is_served: bool
 ) -> str:
-    facts = [("sites", f"{len(run.table.sites):,}"), ("steps", f"{len(run.reports):,}")]
+    facts = [
+        number_fact(len(run.table.sites), "site", "sites"),
+        number_fact(len(run.reports), "step", "steps"),
+    ]
     ranks = [("ranks, merged", f"{run.n_ranks:,}")] if run.n_ranks > 1 else []
     now = {"state": run.reader.version} if is_served else {"now": datetime.now().astimezone()}
     return str(
