@@ -513,3 +513,16 @@ def test_a_tensor_hook_that_closes_over_its_tensor_is_not_freed():
     ):
         model(torch.ones(4, 3)).sum().backward()
     assert model.n_alive() == 0
+
+
+def test_tensors_are_swapped_while_their_gradients_are_recorded():
+    model = nn.Linear(3, 2)
+    torch.__future__.set_swap_module_params_on_conversion(True)  # as always for DTensors
+    try:
+        with hl.record(model, ports=("output", "grad")) as run:
+            model.double()
+            with pytest.warns(hl.HooklineWarning, match="were swapped"):
+                model(torch.ones(1, 3).double()).sum().backward()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert run["(root)"].dtype == torch.float64

@@ -56,8 +56,8 @@ class GradientKeeper(GradientCallback):
         self._number = number
         self._kept = keeper
         self.keeps_graph: bool = keeps_graph
-        # Held weakly: a hook that holds its own tensor is never freed.
-        self._parameter = None if parameter is None else weakref.ref(parameter)
+        # Not weakly: torch swaps no tensor that has weak references, as `model.to` does DTensors.
+        self._parameter = parameter
 
     def on_gradient(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Keep the gradient of one tensor."""
@@ -88,7 +88,7 @@ class GradientKeeper(GradientCallback):
         current.log_entry((self._number, outlines.fill(pending.form, {}), None, pending.call))
 
     def _parameter_norm(self) -> Tensor | None:
-        parameter = None if self._parameter is None else self._parameter()
+        parameter = self._parameter
         if parameter is None or not has_numbers(parameter):
             return None
         plain = local_part(parameter.detach())
