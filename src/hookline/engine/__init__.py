@@ -75,9 +75,10 @@ from hookline.engine.torch_private.autograd import (
     pop_saved_tensors_hooks, prehook_node, push_saved_tensors_hooks, version_counter,
 )
 from hookline.engine.torch_private.distributed import (
-    clone_locally, default_store, gather_full, has_process_group, is_dtensor, is_flat_parameter,
-    is_partial_dtensor, is_tensor_parallel, layout_json, local_part, ranks_by_fsdp1_parameter,
-    list_fsdp2_gathers, reshard, sharding_kind, unreduced_gradients, unwrap_ddp,
+    allows_uneven_inputs, clone_locally, default_store, gather_full, has_process_group, is_dtensor,
+    is_flat_parameter, is_partial_dtensor, is_tensor_parallel, layout_json, local_part,
+    ranks_by_fsdp1_parameter, list_fsdp2_gathers, reshard, sharding_kind, unreduced_gradients,
+    unwrap_ddp,
 )
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError, dynamo_config, may_have_compiled, run_at_trace_time,

@@ -480,3 +480,32 @@ def test_parameters_that_are_no_copies_are_told(rank, folder):
     assert len(told) == 1
     assert seen["expert.weight:value"].mean.tolist() == [1, 1]
     assert seen.rank(1)["expert.weight:value"].mean.tolist() == [2, 2]
+
+
+@on_ranks
+def test_in_join_no_rank_waits_for_steps_that_never_come(rank, folder):
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with hl.monitor(model) as seen, model.join():
+        with pytest.warns(hl.HooklineWarning, match=r"numbers alone: in join\(\), ranks make diff"):
+            for _ in range(1 + rank):
+                model(torch.ones(3, 4)).sum().backward()
+                optimizer.step()
+    assert seen["(root)"].count.tolist() == [6] * (1 + rank)
+
+
+@on_ranks
+def test_a_destroyed_process_group_is_told(rank, folder):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step():
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+
+    with hl.monitor(model, ports="output") as seen:
+        step()
+        with pytest.warns(hl.HooklineWarning, match="numbers alone: the process group was destr"):
+            alone(step)
+        step()
+    assert seen["(root)"].count.tolist() == [12, 6, 6]

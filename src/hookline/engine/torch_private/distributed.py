@@ -295,6 +295,11 @@ def unwrap_ddp(model: nn.Module) -> nn.Module:
     return model
 
 
+def allows_uneven_inputs(model: nn.Module) -> bool:
+    """Tell whether a model runs in its `join()`, in which ranks may make no more steps."""
+    return isinstance(model, nn.parallel.DistributedDataParallel) and model._join_config.enable
+
+
 def sharding_kind(model: nn.Module) -> str:
     """Tell how the weights of a model are sharded.
 

@@ -18,6 +18,7 @@ from hookline.curves import Entry, Layout
 from hookline.curves.run_folder import statistic_to_json
 from hookline.display.text import first_line, listed
 from hookline.engine import (
+    allows_uneven_inputs,
     default_store,
     format_by_rank,
     gather_json,
@@ -131,13 +132,32 @@ class RankGatherer:
             The layout, and the slots of each rank, of shape [ranks, width].
         """
         packed_slots = pack_slots(sites, slots)
-        if self.is_grouped:
+        was_grouped = self._barrier is not None and not self._is_alone
+        if self.is_grouped or was_grouped:
             try:
+                self._check_ranks_can_meet()
                 return self._gather_together(sites, packed_slots, version, at)
             except RanksError as error:
                 self._is_alone, self._version = True, -1
                 warn(f"hl.monitor shows this rank's numbers alone: {error}")
         return self._layout_of_one_rank(sites, version), packed_slots.cpu().numpy()[None]
+
+    def _check_ranks_can_meet(self) -> None:
+        """Check that this rank would not wait in vain for the others.
+
+        Raises:
+            RanksError: the others cannot come.
+        """
+        if not has_process_group():
+            raise RanksError(
+                "the process group was destroyed.\nEnd hl.monitor before destroy_process_group()."
+            )
+        model = self._model()
+        if model is not None and allows_uneven_inputs(model):
+            raise RanksError(
+                "in join(), ranks make different numbers of steps."
+                "\nFor numbers of all ranks, make the same steps on each, without join()."
+            )
 
     def _layout_of_one_rank(self, sites: list[SiteSlots], version: int) -> Layout:
         if version != self._version:
