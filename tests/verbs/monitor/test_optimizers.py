@@ -22,6 +22,14 @@ def test_weights_are_held_as_far_as_an_optimizer_has_them():
     assert list(map(id, ours.unheld_weights())) == [id(model[0].bias), id(model[1].bias)]
 
 
+def test_torch_can_swap_weights_that_no_optimizer_holds():
+    model = nn.Linear(1, 1)
+    ours = Optimizers(model)
+    assert ours.unheld_weights() == [model.weight, model.bias]
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.full((1, 1), 3.0)))
+    assert ours.unheld_weights()[0].item() == 3
+
+
 def optimizers(n):
     return [torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(n)]
 

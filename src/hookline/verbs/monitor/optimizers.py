@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hookline.engine import parameter_ids
@@ -30,8 +30,9 @@ class Optimizers:
         # The number of parameters that each optimizer has, and the ids of those of the model.
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]]
         self._held = weakref.WeakKeyDictionary()
-        # The weights that no known optimizer holds; None is to be found.
-        self._unheld: list[weakref.ref[Tensor]] | None = None
+        # The weights that no known optimizer holds; None is to be found. Not held weakly: torch
+        # swaps no tensor that has weak references, as `model.to` does DTensors.
+        self._unheld: list[nn.Parameter] | None = None
         self._partners: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]]
         self._partners = weakref.WeakKeyDictionary()
         self._last: weakref.ref[Optimizer] | None = None
@@ -53,13 +54,12 @@ class Optimizers:
         """Return the ids of the weights that any optimizer holds."""
         return frozenset().union(*(ids for _, ids in self._held.values()))
 
-    def unheld_weights(self) -> list[Tensor]:
+    def unheld_weights(self) -> list[nn.Parameter]:
         """Return the weights that no optimizer holds."""
         if self._unheld is None:
             held = self.all_held_ids()
-            free = [weight for weight in self._weights() if id(weight) not in held]
-            self._unheld = list(map(weakref.ref, free))
-        return [weight for ref in self._unheld if (weight := ref()) is not None]
+            self._unheld = [weight for weight in self._weights() if id(weight) not in held]
+        return self._unheld
 
     def weight_ids(self) -> set[int]:
         """Return the ids of all weights of the model."""
