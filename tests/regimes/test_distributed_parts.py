@@ -106,3 +106,11 @@ def test_fsdp1_with_own_weights_and_splitting_together(rank, folder):
 @on_ranks
 def test_fsdp2_and_splitting_together(rank, folder):
     compare(by_fsdp2, rank)
+
+
+@on_ranks
+def test_names_that_one_rank_alone_asks_for_are_an_error(rank, folder):
+    model, x = fully_shard(transformer()), torch.arange(10).view(2, 5)
+    with pytest.raises(hl.RanksError, match=r"rank 0: hl\.anatomy of a sharded model; ranks 1, 2,"):
+        hl.anatomy(model, x) if rank == 0 else hl.check(model)
+    assert hl.anatomy(model, x).n_layers == 2

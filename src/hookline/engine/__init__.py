@@ -24,7 +24,9 @@ from hookline.engine.distributed.rendezvous import (
     TIMEOUT_S, failures_by_rank, format_by_rank, gather_json, group_ranks, publish_failure,
     wait_for_keys,
 )
-from hookline.engine.distributed.whole_weights import gather_last_dim, whole_weights
+from hookline.engine.distributed.whole_weights import (
+    gather_last_dim, meet_sharding_ranks, whole_weights,
+)
 from hookline.engine.gradients.port_taps import GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.gradient_tap import (
     GradientCallback, GradientTap, NO_BACKWARD, PendingGradient, call_gradient_function,

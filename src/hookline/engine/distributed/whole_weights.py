@@ -9,22 +9,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.engine.distributed.tensor_parallel import gather_stacked
+from hookline.engine.distributed.rendezvous import gather_json, group_ranks
+from hookline.engine.distributed.tensor_parallel import ShardingRanks, gather_stacked
 from hookline.engine.torch_private.distributed import (
     gather_full,
+    has_process_group,
     is_dtensor,
     keep_unsharded,
+    sharding_kind,
     wraps_fsdp1,
 )
 from hookline.engine.torch_private.hooks import HookDict, hook_dict
 from hookline.engine.torch_private.modules import tensor_tables, wrapper_chain
 
 
+def meet_sharding_ranks(model: nn.Module, question: str) -> None:
+    """Wait for the ranks over which the weights of a model are sharded, before a collective.
+
+    Raises:
+        RanksError: a rank does not come. Without this, the others would wait for it in torch.
+    """
+    if has_process_group() and sharding_kind(model):
+        for group, _ in ShardingRanks.of(model).groups:
+            gather_json(question, None, group_ranks(group, question))
+
+
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[Mapping[int, Tensor]]:
     """Hold the whole weights on each rank, and compute as a model that is not sharded.
 
-    Entering is a collective of all ranks. What runs in the block gathers nothing.
+    Entering is a collective of all ranks, before which they meet: `meet_sharding_ranks`. What runs
+    in the block gathers nothing.
 
     Args:
         model: the model, with the wrapper that FSDP1 has put around it.

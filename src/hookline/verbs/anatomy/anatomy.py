@@ -19,6 +19,7 @@ from hookline.engine import (
     is_exported,
     is_scripted,
     is_tensor_parallel,
+    meet_sharding_ranks,
     register_parts,
     require_model,
     select,
@@ -130,6 +131,7 @@ class Anatomy(Result):
         if self._head is None or "logits" not in self:
             raise SelectionError(self._names.not_proven_message("logits"))
         streams = {layer: self._site("resid_post", layer) for layer in range(self.n_layers)}
+        meet_sharding_ranks(self._wrapped, "parts.lens(run)")
         with whole_weights(self._wrapped):
             return apply_head(self._head, streams, run, n)
 
@@ -196,6 +198,7 @@ class Anatomy(Result):
         projection = self._model.get_submodule(self._projections[layer])
         full_width = self._names.shapes[site][-1]
         width = self._names.shapes[self._site("z", layer)][-1]
+        meet_sharding_ranks(self._wrapped, f"parts.contributions(run, {layer})")
         with torch.no_grad(), whole_weights(self._wrapped) as split:
             weight = split.get(id(getattr(projection, "weight", None)))
             value = gather_last_dim(run.tensor(site), weight, full_width)
@@ -392,6 +395,7 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
             has split it.
         InputError: None was given for `inputs`, and no input can be made that the model takes; or
             the input has fewer than three tokens; or the model has lazy or meta parameters.
+        RanksError: a rank over which the weights are sharded does not call it.
         SelectionError: the model has no residual stream that can be proven: its blocks are not a
             sum of the stream and of parts (ResNet), or have several streams (hyper-connections).
     """
@@ -410,6 +414,7 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
     refuse_plain_shards(model)
     wrapped, model = model, unwrap(model)
     refuse_meta_tensors("hl.anatomy", model, inputs, refuse_offloaded=True)
+    meet_sharding_ranks(wrapped, "hl.anatomy of a sharded model")
     # A tensor made in inference mode has no version, which tells that it was written to.
     with (
         torch.inference_mode(False),
