@@ -652,6 +652,11 @@ def test_noise_is_given_one_real_number(std):
         hl.edits.noise(std)
 
 
+def test_noise_of_a_negative_deviation_is_refused():
+    with pytest.raises(hl.AttachError, match=r"must not be negative, got -1\.0\."):
+        hl.edits.noise(-1)
+
+
 @pytest.mark.parametrize("seed", ["0", 0.5])
 def test_noise_is_given_an_integer_as_its_seed(seed):
     with pytest.raises(hl.AttachError) as caught:

@@ -131,8 +131,8 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
         and device.
 
     Raises:
-        AttachError: `std` is neither a real number nor a tensor of one element, or `seed` is not an
-            integer.
+        AttachError: `std` is neither a real number nor a tensor of one element, or it is negative.
+            Or `seed` is not an integer.
         StructureError: (when the function is called) the value is no tensor, or its kind of dtype,
             such as integers, cannot hold `std`.
     """
@@ -147,6 +147,11 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
             f" {describe.in_full(std) if isinstance(std, Tensor) else repr(std)}."
             "\nGive one number: hl.edits.noise(0.1)."
         ) from None
+    if std < 0:
+        raise AttachError(
+            f"the std of hl.edits.noise must not be negative, got {std}."
+            "\nGive a standard deviation: hl.edits.noise(0.1)."
+        )
     if seed is not None and not isinstance(seed, Integral):
         raise AttachError(
             f"seed must be an integer or None, got {seed!r}.\nWrite hl.edits.noise(0.1, seed=0)."
