@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import re
 import threading
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.files.sealed_json import checksum
 from hookline.models import load_model
 from hookline.models.torchvision_import import import_torchvision
 from hookline.verbs.sweep import forwards
@@ -1396,6 +1398,26 @@ def test_values_of_another_clean_run_are_not_taken_over(tmp_path):
     hl.sweep(linear(), x, "0", last, clean=torch.cat([CLEAN, X]), **options)
     with pytest.raises(hl.FolderError, match="other clean inputs"):
         hl.sweep(linear(), x, "0", last, clean=torch.cat([CLEAN, CLEAN]), **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        (r'"results": .*', '"results": [[[0], 1.0, true]]'),
+        (r'"results": .*', '"results": [[[0], "0x1p0", "true"]]'),
+        (r'"results": .*', '"results": [[0], "0x1p0", true]'),
+        (r'"job": .*', '"job": null,'),
+        (r'"job": .*', '"job": ' + "[" * 100_000),
+    ],
+)
+def test_a_damaged_folder_of_a_sweep_says_what_to_do(text, other, tmp_path):
+    hl.sweep(linear(), X, scaled(2, 3), metric, to=tmp_path)
+    body = re.sub(text, other, (tmp_path / "manifest.json").read_text())
+    sealed = re.sub(r'"checksum": "\w+"', '"checksum": "' + "0" * 16 + '"', body)
+    digits = checksum(sealed.encode())
+    (tmp_path / "manifest.json").write_text(sealed.replace("0" * 16, digits, 1))
+    with pytest.raises(hl.FolderError, match=r"is damaged: .*\n.*in a new folder"):
+        hl.sweep(linear(), X, scaled(2, 3), metric, to=tmp_path)
 
 
 def test_a_folder_of_other_changes_or_files_is_refused(tmp_path):

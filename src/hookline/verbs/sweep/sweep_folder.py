@@ -10,10 +10,12 @@ from typing import Any, final
 from torch import nn
 
 from hookline.data.fingerprints import fingerprint
+from hookline.display.text import first_line
 from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.errors import FolderError
 from hookline.files.folder_or_url import as_place
 from hookline.files.sealed_json import MANIFEST, FolderFormat, seal_json, verify_seal
+from hookline.files.unreadable_or_damaged import DAMAGE, convert_read_errors
 from hookline.verbs.sweep.grid import ChangeEntry
 
 FORMAT = FolderFormat(
@@ -67,24 +69,26 @@ class SweepFolder:
 
     def _read(self) -> None:
         try:
-            data = self._place.read(MANIFEST)
+            with convert_read_errors(f"{self._place}/{MANIFEST}"):
+                data = self._place.read(MANIFEST)
             manifest = json.loads(data)
             FORMAT.check_format(manifest, self._place)
             verify_seal(data)
-        except ValueError as error:
+            job = dict(manifest["job"])
+            self.results = dict(map(_parse_row, manifest["results"]))
+        except FolderError:
+            raise
+        except (FileNotFoundError, *DAMAGE) as error:  # a link that leads nowhere
             raise FolderError(
-                f"{self._place} is damaged: {error}.\nMeasure the sweep again in a new folder."
+                f"{self._place} is damaged: {first_line(error)}.\nMeasure the sweep again in a new"
+                " folder."
             ) from error
         for name, value in self._job.items():
-            if manifest["job"].get(name) != value:
+            if job.get(name) != value:
                 raise FolderError(
                     f"{self._place} must hold this sweep, got one with other {name}."
                     "\nGive a new folder for this one."
                 )
-        self.results = {
-            tuple(index): (float.fromhex(number), has_moved)
-            for index, number, has_moved in manifest["results"]
-        }
 
     def write(self, results: Results) -> None:
         """Write the numbers that are there.
@@ -95,3 +99,11 @@ class SweepFolder:
         rows = [(index, number.hex(), has_moved) for index, (number, has_moved) in results.items()]
         manifest = {**FORMAT.first_keys(), "job": self._job, "results": rows}
         self._place.write(MANIFEST, [seal_json(manifest)])
+
+
+def _parse_row(row: Any) -> tuple[tuple[int, ...], tuple[float, bool]]:
+    """Return the index, the number and whether it has moved, of a row that `write` wrote."""
+    index, number, has_moved = row
+    if not {*map(type, index)} <= {int} or type(has_moved) is not bool:
+        raise ValueError(f"a row of numbers must have an index, got {row!r:.80}")
+    return tuple(index), (float.fromhex(number), has_moved)
