@@ -198,6 +198,7 @@ def body_of(file, change):
     [
         lambda body: "[" * 100_000 + "]" * 100_000,
         lambda body: body["finding"].update(path=3),
+        lambda body: body["finding"]["inputs"][0][3].__setitem__(0, float("inf")),
         lambda body: body.update(rng="0"),
         lambda body: body.update(inputs=[]),
     ],

@@ -25,6 +25,7 @@ from hookline.engine import module_tree, path_text
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError, ModelError, NonFiniteError
 from hookline.files.folder_or_url import as_local_path
+from hookline.files.unreadable_or_damaged import DAMAGE
 from hookline.recordings.encoding import decode, encode
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.shared.run_settings import Autocast, use_autocast
@@ -154,8 +155,7 @@ def read_saved_call(path: str | os.PathLike[str]) -> SavedCall:
         return saved
     except FileNotFoundError:
         raise FolderError(f"{path} does not exist.\n{_GIVE}") from None
-    except (OSError, SafetensorError, LookupError, RuntimeError, ValueError, TypeError,
-            AttributeError) as error:  # fmt: skip
+    except (OSError, SafetensorError, *DAMAGE) as error:
         raise FolderError(
             f"{path} must be a file that hl.check(model, keep=folder) wrote, got another or a"
             f" damaged one ({first_line(error)}).\n{_GIVE}"
