@@ -163,12 +163,12 @@ def test_a_file_cut_anywhere_gives_whole_reports(tmp_path_factory, n_bytes):
 
 
 def test_a_damaged_byte_is_noticed(tmp_path):
-    """Each byte of a report's header, which no checksum covers, and of its first number."""
+    """Each byte of the headers of a report and of the layout, which no checksum covers."""
     monitored(tmp_path / "run", 5)
     file = tmp_path / "run" / "curves.bin"
     data = file.read_bytes()
     start = data.rindex(b"step")
-    for at in range(start, start + 32):
+    for at in [*range(start, start + 32), *range(8, 32)]:
         damaged = bytearray(data)
         damaged[at] ^= 1
         file.write_bytes(damaged)

@@ -353,6 +353,8 @@ class RunReader:
             if kind not in _KINDS or unused or not self._is_length_possible(kind, length, payload):
                 raise self._damage_error(at)
             if len(payload) < length:
+                if data[-_HEADER.size :] == _frame_bytes(_END, b""):
+                    raise self._damage_error(at)  # the length is wrong: no frame follows the last
                 break  # it is being written, or its writer was killed
             if xxh3_64_intdigest(payload) != checksum:
                 raise self._damage_error(at)
