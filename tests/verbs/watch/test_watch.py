@@ -43,6 +43,16 @@ def test_the_indentation_is_the_depth_of_the_call(net, image):
     assert depth["layer1.0.conv"] == 6
 
 
+def test_a_name_is_a_line_and_moves_no_cursor():
+    name, out = "a\x1b[2J\u202e\nb", io.StringIO()
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(2, 2))
+    with hl.watch(model, "*", file=out):
+        model(torch.ones(1, 2))
+    assert out.getvalue().startswith(r"a\x1b[2J\u202e\nb")
+    assert out.getvalue().count("\n") == 1
+
+
 def test_a_module_that_raises_is_named_with_what_it_got(net, capsys):
     with pytest.raises(RuntimeError), hl.watch(net):
         net(torch.zeros(1, 7, 8, 8))

@@ -11,7 +11,12 @@ from typing import Any, Self, TextIO, final
 import torch
 from torch import Tensor, nn
 
-from hookline.display.text import listed, name_without_torch, type_and_line
+from hookline.display.text import (
+    escape_to_one_line,
+    listed,
+    name_without_torch,
+    type_and_line,
+)
 from hookline.display.wrapped_text import fold_line
 from hookline.engine import (
     BlockwiseCallback,
@@ -177,7 +182,7 @@ class _Printer:
     def print_line(self, text: str) -> None:
         """Print a line in one write: another thread may print at the same time."""
         file = self._file if self._file is not None else sys.stdout
-        print(f"{fold_line(text, file)}\n", end="", file=file)
+        print(f"{fold_line(escape_to_one_line(text), file)}\n", end="", file=file)
 
 
 @final
