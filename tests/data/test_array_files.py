@@ -42,6 +42,15 @@ def test_a_file_is_read_as_the_array_in_memory(tmp_path, shape, dtype, is_fortra
     assert all(map(alike, whole(there), whole(here)))
 
 
+def test_a_damaged_compressed_array_is_no_matter_of_its_dtype(tmp_path):
+    path = tmp_path / "rows.npz"
+    np.savez_compressed(path, np.random.default_rng(0).random((5000, 2)))
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\1\2") + 16] ^= 255  # of the checksum in the archive's directory
+    path.write_bytes(data)
+    assert "np.savez wrote, got BadZipFile: Bad CRC-32" in said(lambda: source_of(path))
+
+
 def test_several_arrays_of_a_file_are_keyword_arguments(tmp_path):
     np.savez(tmp_path / "rows.npz", ids=ROWS, mask=ROWS[:, 0])
     batch = whole(source_of(str(tmp_path / "rows.npz"), batch_size=8))[1]

@@ -214,6 +214,8 @@ def read_rows(rows: ArrayRows, name: str, *bounds: int) -> Tensor:
     """Copy rows; all of them without bounds."""
     try:
         return rows.read(*bounds)
+    except InputError:  # the file is damaged
+        raise
     except (TypeError, ValueError) as error:
         raise InputError(
             f"{name} must hold numbers of a dtype that torch has, got {rows.dtype}."
