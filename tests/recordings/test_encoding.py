@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import json
 import math
+import copy
+import pickle
 from collections import OrderedDict, UserDict, UserList, namedtuple
 
 import numpy as np
@@ -185,6 +187,13 @@ def test_one_class_is_made_for_a_named_tuple_read_many_times():
     back, _ = there_and_back([pair(1, 2), pair(3, 4)])
     assert type(back[0]) is type(back[1])
     assert type(there_and_back(pair(5, 6))[0]) is type(back[0])
+
+
+def test_a_named_tuple_that_came_back_can_be_pickled_and_copied():
+    back, _ = there_and_back(namedtuple("Pair", ["x", "y"])(1, [2]))
+    for again in (pickle.loads(pickle.dumps(back)), copy.deepcopy(back)):
+        assert (type(again), again) == (type(back), back)
+        assert again.y is not back.y
 
 
 def test_two_layouts_of_one_tensor_are_told_apart():

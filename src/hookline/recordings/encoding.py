@@ -340,4 +340,15 @@ def _make_named_tuple_class(name: str, fields: tuple[str, ...]) -> Callable[...,
     if len(fields) > MOST_FIELDS:
         raise ValueError(f"a named tuple must have at most {MOST_FIELDS} fields")
     legal = name.isidentifier() and not keyword.iskeyword(name)
-    return namedtuple(name if legal else "Saved", fields, rename=True)
+    make: Any = namedtuple  # whose classes have no types that are known here
+    made = make(name if legal else "Saved", fields, rename=True)
+
+    def reduce(value: Any) -> tuple[Any, ...]:
+        return _make_named_tuple, (name, fields, tuple(value))
+
+    made.__reduce__ = reduce  # pickle finds no class by its name
+    return made  # type: ignore[no-any-return]
+
+
+def _make_named_tuple(name: str, fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+    return _make_named_tuple_class(name, fields)(*values)
