@@ -172,6 +172,8 @@ def test_any_field_of_a_layout_may_hold_anything(folders, data):
         (("shards", "items", 0), 5, r"shards\.rows must be shards\.items where rows are items"),
         (("shards", "sizes"), [], r"shards must be lists with an entry for each shard"),
         (("shards", "sizes", 0), 0, r"shards\.sizes must add up to [\d,]+ bytes"),
+        (("statistics", "0", 0), -1, r"counts and squares must be from 0 up, got \[-1, "),
+        (("statistics", "0", 4), -0.5, r"counts and squares must be from 0 up"),
         (("environment",), None, r"environment must be an object, got None"),
         (("environment", "origin", "flags"), [], r"environment\.origin\.flags must be an object"),
         (("environment", "origin", "versions", "torch"), 2, r"origin\.versions must be a list of"),
@@ -185,6 +187,22 @@ def test_a_field_of_a_store_that_lies_is_named(folders, path, value, field):
     with pytest.raises(hl.FolderError, match=rf"is damaged: its manifest\.json: .*{field}"):
         hl.open(folder)
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("manifest.json", "Remove that. Make it again from the shards"),
+        ("shard-00000000.safetensors", "Remove what is damaged with"),
+    ],
+)
+def test_a_folder_in_the_place_of_a_file_says_what_to_do(folders, tmp_path, name, fix):
+    shutil.copytree(folders / "store", tmp_path / "store")
+    path = tmp_path / "store" / name
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(hl.FolderError, match=rf"must be a regular file, got a folder\.\n{fix}"):
+        hl.open(tmp_path / "store", verify=True)
 
 
 def test_tokens_of_no_item_are_refused(folders):

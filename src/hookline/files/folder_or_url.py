@@ -228,6 +228,7 @@ class LocalPlace:
     def view(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Return a range of a file's bytes, memory-mapped. The file does not stay open."""
         path = self.folder / name
+        os.close(open_regular(path))  # torch would wait for the writer of a pipe
         # Unlike np.memmap, torch's mapping keeps no file open; a private one is never written back.
         try:
             storage = torch.UntypedStorage.from_file(str(path), False, os.stat(path).st_size)

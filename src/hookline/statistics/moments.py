@@ -199,11 +199,14 @@ class Moments:
             ValueError, TypeError: it is not such a list.
         """
         count, non_finite, zeros, sum1, sum2, sum4, least, greatest = fields
-        return Moments(
+        moments = Moments(
             int(count), int(non_finite), int(zeros), float(sum1), float(sum2), float(sum4),
             math.inf if least is None else float(least),
             -math.inf if greatest is None else float(greatest),
         )  # fmt: skip
+        if min(moments.count, moments.non_finite, moments.zeros, moments.sum2) < 0:
+            raise ValueError(f"counts and squares must be from 0 up, got {fields!r:.80}")
+        return moments
 
 
 def _block_moments(block: NDArray[Any]) -> Moments:

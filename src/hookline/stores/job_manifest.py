@@ -264,7 +264,9 @@ def read_manifest(place: Place) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise FolderError(f"{place} cannot be read: {first_line(error)}.") from error
+        raise FolderError(
+            f"{place} cannot be read: {first_line(error)}.\nRemove that. {_REMEDY} {place}"
+        ) from error
     try:
         manifest: dict[str, Any] = json.loads(data)
         STORE.check_format(manifest, place)

@@ -222,7 +222,7 @@ class Store(Result):
         self._check_not_joined("provenance")
         made_on = self._manifest["environment"]
         origin = made_on.get("origin", {"versions": {}, "flags": {}})  # older hookline wrote none
-        versions = {"hookline": str(self._manifest["hookline"])}
+        versions = {"hookline": str(self._manifest.get("hookline", "unknown"))}
         versions |= {name: str(made_on[name]) for name in ("python", "torch") if name in made_on}
         device = next(
             (made_on[name] for name in ("gpu", "machine") if made_on.get(name, "none") != "none"),
