@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hookline.display.text import escape_invisible, plural, shorten
+from hookline.display.text import (
+    escape_invisible,
+    first_line,
+    plural,
+    shorten,
+    type_and_line,
+)
 
 
 def test_nouns_follow_their_number():
@@ -41,3 +47,8 @@ def test_marks_that_are_not_seen_are_written_out(text, shown):
 def test_the_middle_of_a_long_path_is_cut_out(text, most, shown):
     assert shorten(text, most) == shown
     assert len(shorten(text, most)) <= most
+
+
+def test_a_long_line_of_an_error_is_cut_in_another_message():
+    assert first_line(ValueError("a" * 2000)) == "a" * 1000 + "…"
+    assert type_and_line(ValueError("a" * 1000)) == "ValueError: " + "a" * 1000

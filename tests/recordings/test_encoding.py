@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import json
 import math
-import copy
 import pickle
 from collections import OrderedDict, UserDict, UserList, namedtuple
 

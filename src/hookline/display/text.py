@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TypeVar
 
 _Item = TypeVar("_Item")
+_LONGEST_LINE = 1000  # characters of an error's message in another
 
 
 def plural(number: int, noun: str, nouns: str | None = None) -> str:
@@ -58,11 +59,14 @@ def name_without_torch(thing: object) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message without its full stop, or the error's type.
 
+    A very long line, such as one that quotes a field of a damaged file, is cut.
+
     >>> first_line(ValueError("It is odd.\\nGive another.")), first_line(KeyError())
     ('It is odd', 'KeyError')
     """
     text = str(error).strip()
-    return (text.splitlines()[0] if text else type(error).__name__).rstrip(".")
+    line = (text.splitlines()[0] if text else type(error).__name__).rstrip(".")
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…"
 
 
 def type_and_line(error: BaseException) -> str:
