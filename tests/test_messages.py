@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hookline as hl
+from hookline.errors import warn
 from package_source import parsed, texts
 
 
@@ -26,6 +27,15 @@ def test_a_selector_that_matches_nothing(net):
         "\nIts 21 modules begin: stem, layer1, layer1.0, layer1.0.conv, layer1.0.bn,"
         " layer1.0.relu, layer1.1, layer1.1.conv, …."
     )
+
+
+def test_names_in_messages_move_no_cursor_and_turn_nothing_round():
+    model = torch.nn.Sequential()
+    model.add_module("a\x1b[2J\u202e", torch.nn.Linear(2, 2))
+    escaped = r"a\x1b[2J\u202e"
+    assert escaped in said(lambda: hl.record(model, "b"))
+    with pytest.warns(hl.HooklineWarning, match=re.escape(escaped)):
+        warn("a\x1b[2J\u202e")
 
 
 def test_a_value_that_was_overwritten(net, image):

@@ -15,9 +15,15 @@ from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any, NamedTuple
 
+from hookline.display.text import escape_invisible
+
 
 class HooklineError(Exception):
     """The base class of all hookline errors: `except hl.HooklineError` catches them all."""
+
+    def __str__(self) -> str:
+        """Return the message, with names that move no cursor; KeyError would show it quoted."""
+        return escape_invisible(Exception.__str__(self))
 
 
 class SelectionError(HooklineError, LookupError):
@@ -33,10 +39,6 @@ class SiteError(HooklineError, LookupError):
 
 class NotRecordedError(HooklineError, KeyError):
     """A value was not recorded: it was not selected, or its hook was never called."""
-
-    def __str__(self) -> str:
-        """Return the message; KeyError would show it quoted, on one line."""
-        return Exception.__str__(self)
 
 
 class AmbiguousError(HooklineError, LookupError):
@@ -165,9 +167,10 @@ def warn(message: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_internal(frame):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, HooklineWarning, stacklevel=level)
+    warnings.warn(escape_invisible(message), HooklineWarning, stacklevel=level)
 
 
 def warn_at(line: UserLine, message: str) -> None:
     """Emit a HooklineWarning at a line that has already left the stack."""
-    warnings.warn_explicit(message, HooklineWarning, line.filename, line.lineno, line.module)
+    text = escape_invisible(message)
+    warnings.warn_explicit(text, HooklineWarning, line.filename, line.lineno, line.module)
