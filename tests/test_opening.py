@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.files.folder_or_url import LocalPlace
+from hookline.files.folder_or_url import LocalPlace, as_place
 from hookline.files.sealed_json import MANIFEST
 from small_stores import write_store
 
@@ -86,3 +86,13 @@ def test_a_folder_of_other_files_says_what_can_be_opened(tmp_path):
             f"{folder} is not a recording, a store or a run: {reason}."
             "\nGive the folder that run.save, hl.extract or hl.monitor wrote."
         )
+
+
+def test_a_run_that_cannot_be_opened_says_why(tmp_path):
+    (tmp_path / "curves.bin").write_bytes(b"hlcurvf1")
+    with pytest.raises(hl.FolderError, match=r"is damaged: its curves\.bin must .*\nCopy"):
+        hl.open(tmp_path)
+    where = f"memory://test-opening-a-run-{os.getpid()}"
+    as_place(where).write("curves.bin", [b"hlcurve1"])
+    with pytest.raises(hl.FolderError, match=r"a folder on a disk, .*, got a URL\.\nCopy"):
+        hl.open(where)

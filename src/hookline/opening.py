@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 from hookline.curves import Curves, is_run, open_run
+from hookline.curves.run_folder import FILE
 from hookline.errors import FolderError
 from hookline.files.folder_or_url import LocalPlace, Place
+from hookline.files.sealed_json import MANIFEST
 from hookline.recordings import Recording, as_recording_place, open_recording
 from hookline.stores.job_manifest import STORE
 from hookline.stores.shard_file import shard_number
@@ -70,6 +72,7 @@ def open(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording |
         except FolderError:
             # Its writer may have begun meanwhile; or its manifest is lost.
             if not (_has_store_manifest(place) or _has_shards(place)):
+                _refuse_curves(place)
                 raise
     return open_store(place, verify=verify)
 
@@ -82,7 +85,30 @@ def _has_store_manifest(place: Place) -> bool:
 
 
 def _has_shards(place: Place) -> bool:
+    return any(shard_number(name) is not None for name in _names(place))
+
+
+def _refuse_curves(place: Place) -> None:
+    """Say why the curves in a place cannot be opened, if there are some and no manifest."""
     try:
-        return any(shard_number(name) is not None for name in place.names())
+        place.size(FILE)
+    except OSError:
+        return  # the error of opening a recording says what is wrong
+    if MANIFEST in _names(place):
+        return
+    if not isinstance(place, LocalPlace):
+        raise FolderError(
+            f"{place} must be a folder on a disk, because it holds a run, got a URL."
+            "\nCopy the folder to a disk, and open it there."
+        )
+    raise FolderError(
+        f"{place} is damaged: its {FILE} must be a file that begins as that of a run.\nCopy the"
+        " folder again from a whole one."
+    )
+
+
+def _names(place: Place) -> list[str]:
+    try:
+        return place.names()
     except FolderError:
-        return False
+        return []
