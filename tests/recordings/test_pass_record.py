@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hookline as hl
+from hookline.recordings.pass_log import Log
 
 
 @pytest.fixture
@@ -105,3 +106,16 @@ def test_a_tensor_given_by_name_is_looked_up_by_it():
     with hl.record({"a": a}) as run:
         (a * 3).sum().backward()
     assert run["a"].tolist() == run["a:grad"].tolist() == [3.0, 3.0]
+
+
+def test_a_shard_is_looked_for_in_the_pass_of_its_value(looped, monkeypatch):
+    with hl.record(looped, "head") as run:
+        for _ in range(3):
+            looped(torch.ones(1, 2))
+    searched = []
+    entries = Log.entries
+    monkeypatch.setattr(Log, "entries", lambda log, current, *rest: (
+        searched.append(current.number), entries(log, current, *rest)
+    )[1])  # fmt: skip
+    assert not run.passes[1].holds_shard("head")
+    assert searched == [1]  # hl.compare asks for each value, also of 100,000 passes

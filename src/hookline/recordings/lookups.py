@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hookline.engine import TIMEOUT_S, is_dtensor, layout_json
+from hookline.engine import TIMEOUT_S, Pass, is_dtensor, layout_json
 from hookline.engine.pytree import describe, tree
 from hookline.errors import StructureError
 from hookline.recordings.gather_and_reduce import (
@@ -47,6 +47,10 @@ class Lookups(Mapping[str, Any]):
     def _name(self) -> str:
         """The code that names these values in messages: `run`, `run.passes[0]`."""
 
+    @abstractmethod
+    def _find_entries(self, parsed_key: ParsedKey) -> list[tuple[Pass, list[Entry]]]:
+        """Find a site's entries in each of these passes that has any."""
+
     def __len__(self) -> int:
         return len(list(iter(self)))
 
@@ -59,7 +63,7 @@ class Lookups(Mapping[str, Any]):
             entry.value.holds_shard()
             if isinstance(entry.value, StoredValue)
             else any(is_dtensor(tensor) for _, tensor in tree.tensors(entry.value))
-            for _, entries in self._log.find_entries(self._parse_key(key))
+            for _, entries in self._find_entries(self._parse_key(key))
             for entry in entries
         )
 

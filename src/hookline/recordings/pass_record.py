@@ -99,7 +99,7 @@ class PassRecord(Lookups, Result):
             NotRecordedError: the site did not fire in this pass.
         """
         parsed_key = self._parse_key(key)
-        return "", str(self._log.key_of_first_entry(parsed_key, *self._find_entries(parsed_key)))
+        return "", str(self._log.key_of_first_entry(parsed_key, *self._find_entries(parsed_key)[0]))
 
     def calls(self, key: Key) -> list[Any]:
         """Return the values of every call of a site in this pass, in order.
@@ -119,7 +119,7 @@ class PassRecord(Lookups, Result):
 
     def _values(self, key: Key, read: Read | None = None) -> list[Any]:
         parsed_key = self._parse_key(key)
-        return self._log.values(parsed_key, *self._find_entries(parsed_key), read)
+        return self._log.values(parsed_key, *self._find_entries(parsed_key)[0], read)
 
     def __iter__(self) -> Iterator[str]:
         fired = sorted(
@@ -140,7 +140,7 @@ class PassRecord(Lookups, Result):
 
     def _single_value(self, key: Key, read: Read | None = None) -> Any:
         parsed_key = self._parse_key(key)
-        return self._log.single_value(parsed_key, *self._find_entries(parsed_key), read)
+        return self._log.single_value(parsed_key, *self._find_entries(parsed_key)[0], read)
 
     @property
     def _name(self) -> str:
@@ -149,8 +149,8 @@ class PassRecord(Lookups, Result):
             return name
         return f"{name}.backwards[{self._log.autograd_runs(self._pass).index(self._backward)}]"
 
-    def _find_entries(self, parsed_key: ParsedKey) -> tuple[Pass, list[Entry]]:
-        return self._log.find_entries(parsed_key, self._pass, self._backward)[0]
+    def _find_entries(self, parsed_key: ParsedKey) -> list[tuple[Pass, list[Entry]]]:
+        return self._log.find_entries(parsed_key, self._pass, self._backward)
 
     def _fired(self) -> list[tuple[int, int, int | None]]:
         return self._log.fired_sites(self._pass, self._backward)

@@ -225,6 +225,9 @@ class Recording(Lookups, Result):
             )
         return log.single_value(parsed_key, *passes[0], read)
 
+    def _find_entries(self, parsed_key: ParsedKey) -> list[tuple[Pass, list[Entry]]]:
+        return self._log.find_entries(parsed_key)
+
     def __iter__(self) -> Iterator[str]:
         if self.ranks:
             return iter(dict.fromkeys(key for rank in self.ranks for key in rank))
