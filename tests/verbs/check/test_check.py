@@ -561,6 +561,23 @@ def test_a_model_is_freed_with_its_check(net, image):
     assert line.findings == []
 
 
+def test_a_caught_error_keeps_no_value_of_the_run():
+    for _ in range(2):  # what torch imports for the first error keeps its frames
+        gc.collect()
+        gc.disable()
+        try:
+            net, x = Applied(lambda x: x.log()), X.clone()
+            gone = weakref.ref(net), weakref.ref(x)
+            with contextlib.suppress(hl.NonFiniteError), hl.check(net) as line:
+                net(x).sum().backward()
+            del net, x
+            alive = [reference() for reference in gone]
+        finally:
+            gc.enable()
+    assert alive == [None, None]
+    assert len(line.findings) == 1
+
+
 def test_an_error_pickles_with_its_finding():
     with pytest.raises(hl.NonFiniteError) as caught, hl.check(Applied(lambda x: x.log())) as line:
         line._line.root(X)

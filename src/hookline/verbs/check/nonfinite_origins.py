@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
@@ -78,7 +78,7 @@ class Origin:
     operation: str | None = None  # the operation, such as "aten.log.default"
     function: str | None = None  # the function that was called
     line: SourceLine | None = None  # the nearest line of code outside torch
-    frames: tuple[Any, ...] = ()  # the running calls of modules, the outermost first
+    call: int | None = None  # the number of the innermost running call of a module
     node: int | None = None  # the number of the node of the graph that ran; None in a forward
     inputs: tuple[MeasuredTensor, ...] = ()  # the inputs of the operation
     n_nan: int = 0  # the number of NaNs that it made
@@ -196,11 +196,11 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follow values that are not finite through the operations in a block."""
 
     def __init__(
-        self, outside: OutsideTensors, frames: Callable[[], tuple[Any, ...]], names: FunctionNames
+        self, outside: OutsideTensors, running: Sequence[int], names: FunctionNames
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._outside = outside
-        self._frames = frames
+        self._running = running  # the numbers of the running calls, the outermost first
         self._names = names
         self._marks: dict[int | None, list[_NonFiniteMark]] = {}
         self.count: int = 0
@@ -262,7 +262,7 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kinds & ~allowed:
             origin = Origin(
                 self.count, kind, name, self._operation, self._names.name,
-                source_line(user_frame(sys._getframe())), self._frames(),
+                source_line(user_frame(sys._getframe())), self._innermost_call(),
             )  # fmt: skip
             origin.add_counts(tensor)
         mark = _NonFiniteMark(tensor, kinds, origin)
@@ -309,11 +309,14 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parts = [measure(self._input_name(part, index), part) for index, part in enumerate(inputs)]
         origin = Origin(
             self.count, "operation", operation=str(function), function=name, line=line,
-            frames=self._frames(), node=number, inputs=tuple(parts),
+            call=self._innermost_call(), node=number, inputs=tuple(parts),
         )  # fmt: skip
         for tensor in bad:
             origin.add_counts(tensor)
         return origin
+
+    def _innermost_call(self) -> int | None:
+        return self._running[-1] if self._running else None
 
     def _input_name(self, tensor: Tensor, index: int) -> str:
         kind, name = self._outside.kind_and_name(tensor)

@@ -161,12 +161,12 @@ class Replay:
         self._root = unwrap(unwrap_compiled(root))
         self._nodes = module_tree(self._root).nodes
         self._run = run
-        self._running: list[ModuleCall] = []
+        self._running: list[int] = []  # in `calls`; origins that held calls would be a cycle
         self._counts: dict[int, int] = {}
         self._is_backward = False
         self._names = FunctionNames()
         self._outside = OutsideTensors()
-        self._origins = OriginTracker(self._outside, lambda: tuple(self._running), self._names)
+        self._origins = OriginTracker(self._outside, self._running, self._names)
         self.calls: list[ModuleCall] = []  # in the order in which they began
         self.comparison: RunComparison = RunComparison(run.sums, paths)
         self._leaves: dict[int, Tensor] = {}
@@ -290,11 +290,11 @@ class Replay:
                 node, None if self._is_backward else count, args, kwargs,
                 torch.get_rng_state(), next_number(), _argument_versions(args, kwargs),
             )  # fmt: skip
-            self._running.append(call)
+            self._running.append(len(self.calls))
             self.calls.append(call)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            call = self._running.pop()
+            call = self.calls[self._running.pop()]
             call.last = next_number()
             marks = [mark for mark in map(self._origins.mark_of, _tensors_in(output)) if mark]
             if marks:
@@ -323,7 +323,7 @@ class Replay:
     def call_of(self, origin: Origin) -> ModuleCall | None:
         """Return the innermost call of a module that an operation belongs to."""
         if origin.node is None:
-            return origin.frames[-1] if origin.frames else None
+            return None if origin.call is None else self.calls[origin.call]
         number = origin.node
         around = [call for call in self.calls if call.first <= number < (call.last or number + 1)]
         return around[-1] if around else None
