@@ -347,7 +347,7 @@ def test_edits_and_features_under_vmap_are_those_of_the_batch(net, image):
     torch.testing.assert_close(row.largest, max(norms))
 
 
-def test_a_transform_inside_the_models_forward_leaks_nothing():
+def test_a_transform_inside_the_models_forward_leaks_nothing(tmp_path):
     class PerExample(nn.Module):
         def __init__(self):
             super().__init__()
@@ -362,6 +362,9 @@ def test_a_transform_inside_the_models_forward_leaks_nothing():
     for value in run.calls("inner"):
         assert is_plain(value)
         torch.testing.assert_close(value, model.inner(x).detach())
+    assert run.to_dict()["sites"][0]["shape"] == "[4, 2]"
+    assert hl.open(run.save(tmp_path / "run")).calls("inner")[0].shape == (4, 2)
+    assert not run.lost
 
 
 def test_what_one_vmap_recorded_is_plain_under_the_next(net, image):

@@ -335,7 +335,8 @@ class Log:
     def outline(self, entry: Entry) -> Any:
         """Return a value's structure; values in a folder have meta tensors and are not verified."""
         value = entry.value
-        return value.outline() if isinstance(value, StoredValue | PartialGradients) else value
+        is_plain = not isinstance(value, StoredValue | PartialGradients)
+        return self.unwrap_transforms(value) if is_plain else value.outline()
 
     def unwrap_entries(self) -> None:
         """Remove torch.func wrappers once no transform runs; a later one could mistake them."""

@@ -477,7 +477,8 @@ class Recording(Lookups, Result):
     def _folder_contents(self) -> FolderContents:
         def checked(entry: Entry) -> Entry:
             self._log.read_local(entry)
-            return entry
+            # A transform that ran inside the model has left its wrappers.
+            return entry._replace(value=self._log.unwrap_transforms(entry.value))
 
         passes = self._pass_contents(checked)
         report, lost = self.report(), list(self.lost)
