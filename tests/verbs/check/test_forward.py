@@ -83,6 +83,24 @@ def test_a_nan_under_transforms_of_torch_func(transform):
     assert "torch.func" in str(finding)
 
 
+def test_a_model_that_maps_a_part_itself_is_checked():
+    class Mapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Applied(torch.tanh)
+
+        def forward(self, x):
+            return vmap(self.part)(x)
+
+    model = Mapped()
+    with hl.check(model, also="shapes") as line:
+        model(X)
+    assert line.findings == []
+    model.part.function = lambda x: torch.log(-x.abs())
+    finding = found(model, X)
+    assert (finding.path, finding.operation) == ("part", "aten.log.default")
+
+
 def test_a_nan_in_a_functional_call():
     model = Applied(torch.log)
     weights = dict(model.named_parameters())

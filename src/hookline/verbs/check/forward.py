@@ -20,6 +20,7 @@ from hookline.engine import (
     Selection,
     Site,
     SplitCallback,
+    is_in_transform,
     is_uncompiled_leaf,
     module_tree,
     path_text,
@@ -124,7 +125,7 @@ class ForwardChecks:
         self._outputs.append(output)
 
         def measure_output(current: Pass, value: Any) -> None:
-            is_plain = not current.is_transformed
+            is_plain = not is_in_transform()
             number_of = (
                 output.measure(value) if is_plain else probe_in_transform(output.measure, value)
             )
@@ -157,7 +158,7 @@ class ForwardChecks:
 
         def measure_and_compare(current: Pass, value: Any) -> None:
             measure_output(current, value)
-            if not current.is_transformed:
+            if not is_in_transform():
                 compare_traits(current, reader.read(value, site.module_type))
 
         def log_and_compare(current: Pass, measured_in_graph: tuple[Tensor | None, Traits]) -> None:

@@ -32,6 +32,7 @@ from hookline.engine import (
     path_text,
     treat_runs_as_recomputation,
     unwrap,
+    unwrap_all_transforms,
     unwrap_compiled,
     without_modes,
 )
@@ -309,6 +310,7 @@ class Replay:
         if is_new:
             self.comparison.skip_output(path)
             return
+        output = tree.map_tensors(unwrap_all_transforms, output)
         with without_modes():
             self.comparison.compare_output(path, output, self._origins.count)
 
