@@ -112,12 +112,12 @@ def raw_tensors_saved_by(node: Any) -> Iterator[Tensor]:
 def rnn_workspace_bytes(node: Any) -> int | None:
     """Return the bytes of the workspace that a fused recurrent layer keeps; None for other nodes.
 
-    Tensors without numbers do not show this size.
+    Tensors without numbers do not show this size. What was packed, as in a checkpoint, has none.
     """
     if node.name() not in _WITH_WORKSPACE:
         return None
     workspace = _raw_tensor(node._raw_saved_result3)
-    return None if workspace is None else workspace.nbytes
+    return workspace.nbytes if isinstance(workspace, Tensor) else None
 
 
 _WITH_WORKSPACE = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0")
