@@ -62,6 +62,22 @@ def test_the_message_of_a_nan_loss_with_finite_gradients():
     assert str(finding.inputs[1]) == f"[1] int64[{len(IGNORED)}]  from -100 to -100, mean -100"
 
 
+def test_a_loss_with_an_autograd_function_is_explained():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad * ctx.saved_tensors[0]
+
+    model = linear()
+    finding = finding_of(model, lambda: (-Square.apply(model(X))).log().sum().backward())
+    assert (finding.site, finding.operation) == ("loss", "aten.log")
+
+
 def test_a_loss_that_keeps_too_little_names_no_operation():
     model, bad = linear(), torch.tensor(math.nan)
 

@@ -196,12 +196,13 @@ def tensors_saved_by(node: Any) -> Iterator[tuple[str, Tensor]]:
 
     A tensor that was overwritten since is left out.
     """
-    for name in _raw_saved_names(node.__class__):
-        saved = "_saved_" + name.removeprefix(_KEPT)
+    for raw_name in _raw_saved_names(node.__class__):
+        name = raw_name.removeprefix(_KEPT)
         try:
-            tensors = getattr(node, saved)
+            # A node of an autograd.Function calls them saved_tensors.
+            tensors = node.saved_tensors if name == "tensors" else getattr(node, f"_saved_{name}")
         except RuntimeError:
             continue
         for tensor in tensors if isinstance(tensors, tuple | list) else (tensors,):
             if isinstance(tensor, Tensor):
-                yield saved.removeprefix("_saved_"), tensor
+                yield name, tensor
