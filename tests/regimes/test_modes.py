@@ -257,6 +257,16 @@ def test_dual_numbers_are_recorded_whole_where_that_is_asked_for(model):
     assert torch.equal(edited, twice)
 
 
+def test_raw_backward_hooks_on_several_dual_numbers_are_refused():
+    model = nn.Bilinear(2, 2, 1)
+    a = torch.ones(1, 2, requires_grad=True)
+    with hl.attach(model) as line, forward_ad.dual_level():
+        line.backward("", lambda *_: None)
+        dual = forward_ad.make_dual(a, torch.ones(1, 2))
+        with pytest.raises(hl.AttachError, match="several tensors, and in forward-mode AD"):
+            model(dual, a * 2)
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_mode_still_finds_a_nan_behind_a_line(model):
     with torch.autograd.detect_anomaly(), hl.record(model, ports=PORTS) as run:

@@ -19,6 +19,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from hookline.engine.autograd.aliases import (
     Call,
@@ -94,9 +95,12 @@ class CallGradients:
 
     def _alias_jointly(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Alias several tensors through a node that waits for all their gradients."""
-        if is_in_transform():
+        duals = map(unpack_dual, tensors)
+        has_tangent = any(dual.tangent is not None for dual in duals)
+        if has_tangent or is_in_transform():
+            where = "in forward-mode AD" if has_tangent else "under torch.func"
             raise AttachError(
-                f"{self._name} takes or returns several tensors, and under torch.func a raw"
+                f"{self._name} takes or returns several tensors, and {where} a raw"
                 " backward hook cannot be given all their gradients at once.\nRecord or edit them"
                 f" one by one: '{self._name}:grad_output', '{self._name}:grad_input'."
             )
