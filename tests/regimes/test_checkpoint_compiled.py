@@ -189,3 +189,23 @@ def test_an_edit_of_what_enters_a_compiled_region_is_of_all(reentrant, path):
         with hl.edit(one, site, hl.edits.scale(3.0)):
             one(X.double()).square().sum().backward()
     close(gradients(model), gradients(plain))
+
+
+def test_a_checkpoint_in_a_checkpoint_says_what_to_do():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net(reentrant=False)
+
+        def forward(self, x):
+            return checkpoint(self.net, x, use_reentrant=False)
+
+    model = Nested()
+    compiled = torch.compile(model, backend="eager")
+    with hl.record(model, "**.1") as run:
+        with pytest.raises(Exception, match="does not belong to this Graph") as caught:
+            compiled(X)
+        with torch.compiler.set_stance("force_eager"):
+            compiled(X)
+    assert "inside another checkpoint" in caught.value.__notes__[-1]
+    assert "net.blocks.0.1" in run.passes[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hookline.engine.selection.site import Site
 from hookline.engine.torch_private.dynamo import (
+    is_lost_in_nested_operator,
     is_recompile_limit,
     is_untraceable,
     is_untraceable_in_operator,
@@ -26,6 +27,11 @@ _IN_OPERATOR = (
     "hookline: the hook at {site} ({type}) cannot be in a function that the model gives to"
     " torch.cond or the like, which torch compiles whole and without side effects."
     "\nSelect modules outside of that function."
+)
+_NESTED = (
+    "hookline: torch cannot compile a hook in a checkpoint that is inside another checkpoint."
+    "\nSelect modules outside of the inner one. Or run without compiled code:"
+    "\n    with torch.compiler.set_stance('force_eager'): ..."
 )
 _LIMIT = (
     "hookline: hooks are part of compiled code. A new hook function, a new Python number or a"
@@ -51,4 +57,6 @@ def explain_error(error: BaseException, site: Site | None) -> str | None:
         return why.format(site=site, type=site.module_type)
     if site is not None and is_untraceable_in_operator(error):
         return _IN_OPERATOR.format(site=site, type=site.module_type)
+    if site is not None and is_lost_in_nested_operator(error):
+        return _NESTED
     return _LIMIT if is_recompile_limit(error) else None

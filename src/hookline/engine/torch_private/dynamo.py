@@ -122,6 +122,12 @@ def is_untraceable_in_operator(error: BaseException) -> bool:
     return type(error).__name__ == "UncapturedHigherOrderOpError"
 
 
+def is_lost_in_nested_operator(error: BaseException) -> bool:
+    """Tell whether dynamo lost what a hook keeps in a checkpoint that is inside another."""
+    is_internal = type(error).__name__ == "InternalTorchDynamoError"
+    return is_internal and "does not belong to this Graph" in str(error)
+
+
 def is_recompile_limit(error: BaseException) -> bool:
     """Tell whether an error says that the recompile limit was hit."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
