@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.engine.torch_private.modes import is_wrapped
@@ -365,6 +366,15 @@ def test_a_transform_inside_the_models_forward_leaks_nothing(tmp_path):
     assert run.to_dict()["sites"][0]["shape"] == "[4, 2]"
     assert hl.open(run.save(tmp_path / "run")).calls("inner")[0].shape == (4, 2)
     assert not run.lost
+
+
+def test_an_edit_under_vmap_in_a_checkpoint_is_of_both_runs():
+    inner, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    model = nn.Sequential(inner)
+    model.forward = lambda x: checkpoint(vmap(inner), x, use_reentrant=True)
+    with hl.edit(model, "0", hl.edits.scale(2.0)):
+        model(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * inner.weight.sum(0).expand(3, 4))
 
 
 def test_what_one_vmap_recorded_is_plain_under_the_next(net, image):

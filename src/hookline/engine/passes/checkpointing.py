@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from hookline.engine.passes.modes import unwrap_all_transforms
 from hookline.engine.passes.passes import THREAD, Pass, Passes, substitute_passes
 from hookline.engine.passes.running_calls import RunningCalls
 from hookline.engine.pytree import tree
@@ -228,7 +229,8 @@ def _fingerprint(value: Any) -> list[Tensor]:
     """Compute some elements and partial sums of each tensor, without synchronising the device."""
     tensors = []
     with torch.no_grad(), outside_checkpoint(True):
-        for _, tensor in tree.tensors(value):
+        for _, wrapped in tree.tensors(value):
+            tensor = unwrap_all_transforms(wrapped)
             if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
                 continue
             if not tensor.numel():
