@@ -106,7 +106,7 @@ from hookline.engine.torch_private.hooks import (
 )
 from hookline.engine.torch_private.inductor import compile_graph
 from hookline.engine.torch_private.modes import (
-    is_legacy_batched, is_plain_eager, is_wrapped, unwrap_legacy_vmap,
+    is_in_dual_level, is_legacy_batched, is_plain_eager, is_wrapped, unwrap_legacy_vmap,
 )
 from hookline.engine.torch_private.modules import (
     PYTHON_NODE, has_forward, holds_compiled_call, is_scripted, is_uncompiled_leaf, own_buffers,

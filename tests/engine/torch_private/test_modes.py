@@ -111,3 +111,10 @@ def test_the_precision_of_float32_is_that_of_the_public_setting():
         assert modes.float32_precision("mkldnn", "matmul") == "bf16"
     finally:
         backend.fp32_precision = before
+
+
+def test_forward_mode_is_on_in_a_dual_level_alone():
+    assert not modes.is_in_dual_level()
+    with torch.autograd.forward_ad.dual_level():
+        assert modes.is_in_dual_level()
+    assert not modes.is_in_dual_level()

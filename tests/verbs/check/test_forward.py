@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 
 import hookline as hl
@@ -99,6 +100,16 @@ def test_a_model_that_maps_a_part_itself_is_checked():
     model.part.function = lambda x: torch.log(-x.abs())
     finding = found(model, X)
     assert (finding.path, finding.operation) == ("part", "aten.log.default")
+
+
+def test_a_nan_in_forward_mode_names_its_module():
+    def tangent(x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(forward_ad.make_dual(x, x).log()).tangent
+
+    finding = found(Applied(lambda x: tangent(x * 0)), X)
+    assert (finding.path, finding.operation) == ("", None)
+    assert "forward-mode AD" in str(finding)
 
 
 def test_a_nan_in_a_functional_call():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hookline.util.walk_stack import walk_stack
 
@@ -90,6 +91,11 @@ def running_transform() -> str | None:
     """Return the innermost running transform of torch.func, such as "Vmap"; None without one."""
     innermost = _innermost_transform()
     return None if innermost is None else innermost.key().name
+
+
+def is_in_dual_level() -> bool:
+    """Tell whether forward-mode AD is on: dispatch modes crash on its numbers."""
+    return forward_ad._current_level >= 0
 
 
 # Whether a tensor wraps another tensor inside a transform of torch.func, past or present. This is

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hookline.display.text import name_without_torch
 from hookline.engine import (
     has_process_group,
+    is_in_dual_level,
     running_node_traceback,
     storage_address,
     without_function_modes,
@@ -216,6 +217,8 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, and look at what it wrote and returned."""
         if function.namespace in _COLLECTIVE and has_process_group():
             raise RuntimeError(f"it calls {function}, which would wait for the other ranks")
+        if is_in_dual_level():
+            raise RuntimeError("it uses forward-mode AD, which torch cannot inspect")
         self.count, self._operation = self.count + 1, str(function)
         inputs = _tensors_in((args, kwargs))
         written = _written_arguments(function, args, kwargs)
