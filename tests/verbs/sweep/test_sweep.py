@@ -1045,6 +1045,20 @@ def test_a_call_inside_of_one_that_is_left_out_counts(rows):
     assert parts["shared#1", 1] == pytest.approx(sweep["shared#1"])
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_later_call_does_not_take_the_number_of_one_left_out(rows):
+    torch.manual_seed(0)
+    act = nn.Tanh()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), act) for _ in range(4))).eval()
+    large = {"a": hl.edits.scale(9.0), "b": hl.edits.add(9.0)}  # of these one is checked
+    changes = {"3": large, "0.0": large, "0.1#1": {"a": hl.edits.scale(0.0), "b": hl.edits.add(0.1)}}
+    sweep = hl.sweep(model, X, changes, metric, rows=rows)
+    for name, change in changes["0.1#1"].items():
+        with hl.edit(model, "0.1#1", change), torch.no_grad():
+            expected = float(metric(model(X)))
+        assert sweep["0.1#1", name] + sweep.baseline == pytest.approx(expected, abs=1e-6)
+
+
 class Kept(NamedTuple):
     value: torch.Tensor
     others: list

@@ -232,8 +232,11 @@ class Tape:
         path = site.path
         calls = self._calls_of(module)
         number = site.call or 0
-        if site.port == "output" and number < len(calls):
-            return calls[number].end or 0
+        if number < len(calls):
+            time = calls[number].end if site.port == "output" else calls[number].begin
+            # With a call left out that held earlier calls, the number is that of a later one.
+            hidden = (call for call in calls[:number] if self._is_left_out(call.parent, time or 0))
+            return next((call.begin for call in hidden), time) or 0
         by_path = dict(self._named_modules)
         while number >= len(calls) and path:  # as in torch's fast path: take the module around it
             path, number = path.rpartition(".")[0], 0
@@ -255,6 +258,12 @@ class Tape:
             if self._is_skippable(call, time)
             and not (call.parent and self._is_skippable(call.parent, time))
         ]
+
+    def _is_left_out(self, call: RecordedCall | None, time: int) -> bool:
+        """Tell whether a call, or one around it, is left out from a time on."""
+        while call is not None and not self._is_skippable(call, time):
+            call = call.parent
+        return call is not None
 
     def _is_skippable(self, call: RecordedCall, time: int) -> bool:
         return call.has_ended(time) and id(call.module) not in self._hooked
