@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import hookline as hl
 from hookline.files.sealed_json import checksum
@@ -1051,12 +1052,58 @@ def test_a_later_call_does_not_take_the_number_of_one_left_out(rows):
     act = nn.Tanh()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), act) for _ in range(4))).eval()
     large = {"a": hl.edits.scale(9.0), "b": hl.edits.add(9.0)}  # of these one is checked
-    changes = {"3": large, "0.0": large, "0.1#1": {"a": hl.edits.scale(0.0), "b": hl.edits.add(0.1)}}
+    changes = {
+        "3": large,
+        "0.0": large,
+        "0.1#1": {"a": hl.edits.scale(0.0), "b": hl.edits.add(0.1)},
+    }
     sweep = hl.sweep(model, X, changes, metric, rows=rows)
     for name, change in changes["0.1#1"].items():
         with hl.edit(model, "0.1#1", change), torch.no_grad():
             expected = float(metric(model(X)))
         assert sweep["0.1#1", name] + sweep.baseline == pytest.approx(expected, abs=1e-6)
+
+
+class GradientInside(nn.Module):
+    def __init__(self, gradient):
+        super().__init__()
+        self.gradient, self.first, self.second = gradient, nn.Linear(4, 4), nn.Tanh()
+        self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def energy(self, x):
+        return (self.second(self.first(x)) * x).square().sum()
+
+    def forward(self, x):
+        return self.head(self.gradient(self.energy, self.stem(x)))
+
+
+def by_autograd(energy, x):
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(energy(x), x)[0]
+
+
+def by_dual_numbers(energy, x):
+    with forward_ad.dual_level():
+        energy = energy(forward_ad.make_dual(x, torch.ones_like(x)))
+        return forward_ad.unpack_dual(energy).tangent.expand(1, 4)
+
+
+def by_transform(energy, x):
+    return torch.func.grad(energy)(x)
+
+
+@pytest.mark.parametrize("gradient", [by_autograd, by_dual_numbers, by_transform])
+def test_a_gradient_inside_the_model_misses_no_call(gradient):
+    torch.manual_seed(0)
+    model = GradientInside(gradient).eval()
+    factors = {"head": (90.0, 80.0), "stem": (90.0, 80.0), "second": (0.5, 2.0)}
+    changes = {site: {f: hl.edits.scale(f) for f in factors[site]} for site in factors}
+    sweep = hl.sweep(model, X, changes, metric, rows=1)
+    for factor in factors["second"]:
+        with hl.edit(model, "second", hl.edits.scale(factor)), torch.no_grad():
+            expected = float(metric(model(X)))
+        assert sweep["second", factor] + sweep.baseline == pytest.approx(expected, rel=1e-5)
 
 
 class Kept(NamedTuple):

@@ -59,7 +59,8 @@ class RepeatedBatches:
         kept = {call.number for time in starts for call in self.tape.skippable_calls(time)}
         self._kept = kept
         # A list that a call is given and fills would stay empty.
-        self.reuses = bool(starts) and not any(self.tape.calls[number].fills for number in kept)
+        calls = [self.tape.calls[number] for number in kept]
+        self.reuses = bool(starts) and not any(call.fills or call.is_bound for call in calls)
         # No version tells which call writes to them, and so must run.
         self.is_written_unseen = self.reuses and bool(kept & self.tape.unseen)
         self.reuses = self.reuses and not self.is_written_unseen

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import Site, foreign_hooks, has_numbers
+from hookline.engine import Site, foreign_hooks, has_numbers, is_in_dual_level, is_wrapped
 from hookline.engine.pytree import tree
 from hookline.verbs.shared.model_state import tensor_version
 from hookline.verbs.sweep.rows_per_change import NoRowsError, repeated_dim
@@ -49,6 +49,8 @@ class RecordedCall:
     writes: list[tuple[int, Tensor]] = field(default_factory=list)
     # Whether the forward has changed a container or an object that it was given.
     fills: bool = False
+    # Whether the output lies in a graph or a transform of the model's own, which ends with the run.
+    is_bound: bool = False
 
     def has_ended(self, time: int) -> bool:
         """Tell whether the call had returned at a time."""
@@ -148,6 +150,9 @@ class Tape:
         tensors = [output] if is_tensor else [tensor for _, tensor in tree.tensors(output)]
         if self._kept is not None and call.number not in self._kept:
             call.output = [tensor.shape for tensor in tensors]
+            return
+        call.is_bound = is_in_dual_level() or any(map(_is_bound, tensors))
+        if call.is_bound:
             return
         call.output = output
         if call.number in self._copied:
@@ -420,6 +425,11 @@ def _content_ids(value: Any, depth: int = 0) -> Any:
     if parts is None:
         return id(value)
     return id(value), [(key, _content_ids(part, depth + 1)) for key, part in parts]
+
+
+def _is_bound(tensor: Tensor) -> bool:
+    """Tell whether a tensor has a graph or a transform around it; sweeps run without gradients."""
+    return is_wrapped(tensor) or (tensor.requires_grad and not isinstance(tensor, nn.Parameter))
 
 
 def _tensor_sum(tensor: Tensor) -> Tensor | None:
