@@ -582,3 +582,20 @@ def test_memory_holds_a_few_values_of_many(tmp_path, monkeypatch):
     found = hl.compare(tmp_path / "a", tmp_path / "b")
     assert found.counts["differs"] == n_sites
     assert resident("VmHWM") - before < 16 * 4 * size  # of 96 values
+
+
+def test_tensors_that_no_folder_holds_are_said_not_to_be_compared(tmp_path):
+    class Sparse(nn.Module):
+        def forward(self, x):
+            return x, x.to_sparse()
+
+    model = Sparse()
+    for name, x in (("a", torch.eye(2)), ("b", torch.eye(2))):
+        with hl.record(model, "(root)") as run:
+            model(x)
+        run.save(tmp_path / name)
+    for a in (run, hl.open(tmp_path / "a")):
+        compared = hl.compare(a, hl.open(tmp_path / "b"))
+        assert compared["(root):output[0]"].verdict == "identical"
+        assert compared["(root):output[1]"].why == "not saved in its folder"
+        assert not compared.ok

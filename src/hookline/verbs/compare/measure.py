@@ -16,6 +16,7 @@ from hookline.display.text import first_line, name_without_torch
 from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
+from hookline.recordings import NotSaved
 from hookline.statistics.difference import Difference, difference, difference_of_blocks
 from hookline.statistics.finiteness import detach_local_numbers
 from hookline.stores import Column
@@ -55,6 +56,12 @@ def measure_values(a: Any, b: Any) -> Iterator[MeasuredPair]:
         yield _measure_common_steps(a, b)
         return
     ours, theirs = dict(arrays_in(a)), dict(arrays_in(b))
+    for leaf, form in {**dict(_unsaved_in(a)), **dict(_unsaved_in(b))}.items():
+        forms = (
+            _shape_and_dtype_text(arrays.pop(leaf)) if leaf in arrays else form
+            for arrays in (ours, theirs)
+        )
+        yield MeasuredPair(leaf, (next(forms), next(forms)), why="not saved in its folder")
     for leaf, leaf_b in pair_leaves(ours, theirs).items():
         yield measure_pair(leaf, ours[leaf], theirs.pop(leaf_b))
         del ours[leaf]
@@ -171,6 +178,15 @@ def arrays_in(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
     elif len(leaf) < _DEEPEST:
         for key, part in tree.items(value) or ():
             yield from arrays_in(part, (*leaf, key))
+
+
+def _unsaved_in(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, str]]:
+    """Yield what a folder holds in place of tensors that could not be saved, with their leaves."""
+    if isinstance(value, NotSaved) and ", torch." in value.what:  # a layout
+        yield leaf, value.what
+    elif not isinstance(value, Array) and len(leaf) < _DEEPEST:
+        for key, part in tree.items(value) or ():
+            yield from _unsaved_in(part, (*leaf, key))
 
 
 def _as_tensor(array: NDArray[Any]) -> Tensor | None:
