@@ -131,3 +131,8 @@ def test_nested_tensors_are_compared_part_by_part(layout):
         (pair,) = measure_values(nested(*parts), odd)
         assert pair.gap is None
         assert said in pair.why
+
+
+def test_integers_beyond_64_bits_are_compared_exactly():
+    pairs = list(measure_values([2**64, -(2**70), 7], [2**64 + 1, -(2**70), 7]))
+    assert [pair.gap.differs for pair in pairs] == [True, False, False]

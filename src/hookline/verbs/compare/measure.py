@@ -165,6 +165,8 @@ def arrays_in(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
         yield leaf, value
     elif isinstance(value, bool | int | float | complex):
         dtype = torch.float64 if isinstance(value, float) else None
+        if isinstance(value, int) and value.bit_length() > 63:  # an int64 cannot hold it
+            value = list(value.to_bytes(value.bit_length() // 8 + 1, signed=True))
         yield leaf, torch.tensor(value, dtype=dtype, device="cpu")
     elif hasattr(value, "__array__") and not isinstance(value, type):
         array = np.asarray(value)
