@@ -63,3 +63,7 @@ def test_kinds_and_counts():
     assert non_finite_kinds(tensor) == NonFinite.NAN | NonFinite.INF | NonFinite.MINUS_INF
     assert non_finite_kinds(tensor[3:4]) == NonFinite.NONE
     assert count_nan_and_inf(tensor) == (2, 2)
+
+
+def test_numbers_of_mkldnn_tensors_are_read():
+    assert non_finite_kinds(torch.tensor([NAN]).to_mkldnn()) == NonFinite.NAN

@@ -153,6 +153,8 @@ def detach_local_numbers(tensor: Tensor) -> Tensor:
     if tensor.layout is torch.strided:
         is_nested = tensor.is_nested
         return torch.cat([part.reshape(-1) for part in tensor.unbind()]) if is_nested else tensor
+    if tensor.is_mkldnn:
+        return tensor.to_dense()
     return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
 
 
