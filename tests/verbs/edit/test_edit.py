@@ -652,6 +652,15 @@ def test_noise_is_given_one_real_number(std):
         hl.edits.noise(std)
 
 
+def test_noise_under_a_vmap_that_forbids_draws_says_what_to_do(net, image):
+    run = torch.func.vmap(lambda row: net(row[None]))
+    with (
+        hl.edit(net, "stem", hl.edits.noise(0.1)),
+        pytest.raises(hl.AttachError, match=r'Write vmap\(\.\.\., randomness="different"\)'),
+    ):
+        run(image)
+
+
 def test_noise_of_a_negative_deviation_is_refused():
     with pytest.raises(hl.AttachError, match=r"must not be negative, got -1\.0\."):
         hl.edits.noise(-1)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine import repeatable_generator
+from hookline.display.text import first_line
+from hookline.engine import is_in_transform, repeatable_generator
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError
 from hookline.util.fork_safe_lock import fork_safe_lock
@@ -132,7 +133,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
 
     Raises:
         AttachError: `std` is neither a real number nor a tensor of one element, or it is negative.
-            Or `seed` is not an integer.
+            Or `seed` is not an integer. (When the function is called) `vmap` forbids random draws.
         StructureError: (when the function is called) the value is no tensor, or its kind of dtype,
             such as integers, cannot hold `std`.
     """
@@ -162,12 +163,22 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
         if generator is None:
             generator = generators[tensor.device] = torch.Generator(tensor.device)
             generator.seed() if seed is None else generator.manual_seed(seed)
-        return torch.randn(
-            tensor.shape,
-            generator=repeatable_generator(generator),
-            dtype=tensor.dtype,
-            device=tensor.device,
-        )
+        try:
+            return torch.randn(
+                tensor.shape,
+                generator=repeatable_generator(generator),
+                dtype=tensor.dtype,
+                device=tensor.device,
+            )
+        except RuntimeError as error:
+            if is_dynamo_compiling() or not is_in_transform():
+                raise
+            raise AttachError(
+                f"hl.edits.noise cannot draw under this torch.func.vmap: {first_line(error)}"
+                '\nWrite vmap(..., randomness="different") or "same". Or, where the model itself'
+                " calls vmap, add noise that is drawn before: hl.edits.add(0.1 *"
+                " torch.randn(n_features))."
+            ) from error
 
     def change(tensor: Tensor) -> Tensor:
         operand.cast_like(tensor)
