@@ -200,3 +200,11 @@ def test_what_does_not_fit_is_refused(twice):
         failing(twice, torch.ones(1, 2))
     with pytest.raises(hl.NotRecordedError, match=r"of a run that did not fail"):
         hl.edit(twice, "block", hl.edits.patch(failed))
+
+
+def test_a_patch_of_one_example_under_vmap_says_what_to_do():
+    model, x = nn.Sequential(nn.Linear(3, 3)), torch.randn(4, 3)
+    run, _ = recorded(model, "0", x)
+    patched = hl.edit(model, "0", hl.edits.patch(run))
+    with patched, pytest.raises(hl.StructureError, match=r"Run the model on the batch, without"):
+        torch.func.vmap(model)(x)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine import Site
+from hookline.engine import Site, is_in_transform
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import StructureError
 from hookline.recordings import Recording
@@ -98,10 +98,15 @@ def _form_error(value: Any, recorded: Any, where: str) -> StructureError:
     if is_dynamo_compiling():  # a graph writes no text
         return StructureError("hl.edits.patch must put a value of the same form.")
     now, then = describe.in_words(value), describe.in_words(recorded)
+    advice = (
+        "Record and patch with inputs of one shape, and record without keep=. In generate, patch"
+        " the steps that were recorded: hl.edit(..., steps=0)."
+    )
+    if is_in_transform():
+        advice = "Run the model on the batch, without vmap: under vmap a value is one example's."
     return StructureError(
         f"hl.edits.patch must put a value of the same form at {where}: expected {now}, got {then}."
-        "\nRecord and patch with inputs of one shape, and record without keep=. In generate, patch"
-        " the steps that were recorded: hl.edit(..., steps=0)."
+        f"\n{advice}"
     )
 
 
