@@ -584,7 +584,7 @@ def test_memory_holds_a_few_values_of_many(tmp_path, monkeypatch):
     assert resident("VmHWM") - before < 16 * 4 * size  # of 96 values
 
 
-def test_tensors_that_no_folder_holds_are_said_not_to_be_compared(tmp_path):
+def test_tensors_that_no_folder_holds_are_not_comparable(tmp_path):
     class Sparse(nn.Module):
         def forward(self, x):
             return x, x.to_sparse()
