@@ -414,6 +414,7 @@ def test_a_patch_finds_the_call_of_each_row(looped):
         (lambda out: "7", "metric must return one number"),
         (lambda out: torch.tensor(1j), "metric must return one number"),
         (lambda out: 3.0, "metric must depend on what the model returns"),
+        (lambda out: out[0, 0] * torch.nan, "metric must return a number for the unchanged run"),
         (3, "metric must be a function"),
     ],
 )

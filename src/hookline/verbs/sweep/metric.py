@@ -49,7 +49,7 @@ def refuse_constant_metric(metric: Metric, output: Any, number: float) -> None:
 
     Raises:
         InputError: the metric is the same for the negated and for the reversed output, whose sizes
-            are those of the output; or the output is empty.
+            are those of the output, such as NaN; or the output is empty.
     """
     sizes = [tensor.numel() for _, tensor in tree.tensors(output)]
     if sizes and not any(sizes):
@@ -59,6 +59,11 @@ def refuse_constant_metric(metric: Metric, output: Any, number: float) -> None:
         )
     if any(_metric_changes(metric, output, change, number) for change in (_negated, _reversed)):
         return
+    if math.isnan(number):
+        raise InputError(
+            "metric must return a number for the unchanged run, got nan, and nan for other outputs."
+            f"\n{_FIX}"
+        )
     raise InputError(
         "metric must depend on what the model returns, got a function that returns"
         f" {number:.4g} for other outputs, too, and so needs no changed value.\n{_FIX}"
