@@ -257,11 +257,18 @@ def test_two_runs_of_one_model_differ_in_their_heads(tmp_path):
     assert len(versions) == 2
 
 
+def test_a_run_is_written_and_read_without_pread(tmp_path, monkeypatch):
+    monkeypatch.delattr("os.pwrite")  # as on Windows
+    monkeypatch.delattr("os.pread")
+    monitored(tmp_path / "run", 3)
+    assert len(hl.open(tmp_path / "run")["1"].mean) == 3
+
+
 def test_a_run_that_has_not_grown_is_not_read_again(tmp_path, monkeypatch):
     monitored(tmp_path / "run", 3)
     found = hl.open(tmp_path / "run")
     assert len(found["1"].mean) == 3
-    monkeypatch.setattr(run_folder.os, "pread", None)  # reading would raise
+    monkeypatch.setattr(run_folder, "_read_at", None)  # reading would raise
     assert len(found["1"].std) == len(found["1"].max) == len(found.steps) == 3
 
 

@@ -191,7 +191,7 @@ class RunFolder:
         written = 0
         try:
             while written < len(data):
-                written += os.pwrite(self._file, data[written:], self._size + written)
+                written += _write_at(self._file, data[written:], self._size + written)
         except OSError:
             os.ftruncate(self._file, self._size)  # no half of a frame stays
             raise
@@ -432,7 +432,7 @@ def _read_head(handle: int) -> bytes:
     Raises:
         ValueError: the file is not of a run.
     """
-    head = os.pread(handle, len(_MAGIC) + _HEADER.size, 0)
+    head = _read_at(handle, len(_MAGIC) + _HEADER.size, 0)
     if not head.startswith(_MAGIC):
         raise ValueError("the file must begin as that of a run")
     if len(head) < len(_MAGIC) + _HEADER.size:
@@ -440,7 +440,7 @@ def _read_head(handle: int) -> bytes:
     _, _, length, _ = _HEADER.unpack_from(head, len(_MAGIC))
     if len(head) + length > os.fstat(handle).st_size:
         return head
-    second = os.pread(handle, _HEADER.size, len(head) + length)
+    second = _read_at(handle, _HEADER.size, len(head) + length)
     return head + second if len(second) == _HEADER.size else head
 
 
@@ -451,9 +451,20 @@ def _version_text(handle: int, head: bytes) -> str:
     return f"run-{status.st_dev}-{status.st_ino}-{first}"
 
 
+# Windows has no os.pread and no os.pwrite. Each handle here is used by one thread at a time.
+def _read_at(handle: int, length: int, offset: int) -> bytes:
+    os.lseek(handle, offset, os.SEEK_SET)
+    return os.read(handle, length)
+
+
+def _write_at(handle: int, data: bytes, offset: int) -> int:
+    os.lseek(handle, offset, os.SEEK_SET)
+    return os.write(handle, data)
+
+
 def _read_or_map(handle: int, offset: int, length: int) -> memoryview:
     if length < _MAPPED_BYTES:
-        return memoryview(os.pread(handle, length, offset))
+        return memoryview(_read_at(handle, length, offset))
     return memoryview(mmap.mmap(handle, offset + length, access=mmap.ACCESS_READ))[offset:]
 
 

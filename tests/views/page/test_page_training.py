@@ -295,7 +295,7 @@ def test_the_end_of_a_run_on_a_full_disk_closes_the_file(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.pwrite", full)
+    monkeypatch.setattr("hookline.curves.run_folder._write_at", full)
     with pytest.raises(OSError, match="No space"):
         folder.finish()
     folder.finish()
