@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 import subprocess
 import sys
 import threading
@@ -405,6 +406,15 @@ def test_runs_of_a_part_of_the_model_are_told_to_be_one_pass(hand):
     assert "so all their runs are one pass. Give the module that is called" in note
     assert note in prof.table.to_dict()["notes"]
     assert "all their runs are one pass" in " ".join(str(prof.per_pass).split())
+
+
+def test_a_profile_names_its_table_as_what_is_pickled():
+    model = nn.Linear(2, 3)
+    with hl.profile(model) as prof:
+        model(torch.ones(4, 2))
+    with pytest.raises(TypeError, match="its table if it is a profile"):
+        pickle.dumps(prof)
+    assert str(pickle.loads(pickle.dumps(prof.table))) == str(prof)
 
 
 def test_a_profile_that_nobody_ends_leaves_no_callback():

@@ -375,8 +375,8 @@ class Line:
     def __reduce__(self) -> Never:
         raise TypeError(
             f"an hl.{self.name} line cannot be copied or pickled: its hooks are on the model of"
-            " this process.\nKeep it out of the model and of what is copied; its results, as"
-            " report(), can be."
+            " this process.\nKeep it out of the model and of what is copied; its results can be:"
+            " its report(), its recording, or its table if it is a profile."
         )
 
     def report(self) -> Report:
