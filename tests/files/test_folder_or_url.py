@@ -151,6 +151,16 @@ def test_a_place_stays_where_it_is_when_the_directory_changes(tmp_path, monkeypa
     assert str(place) == "store"
 
 
+@pytest.mark.parametrize("place_of", [as_place, as_local_path])
+def test_a_path_in_a_deleted_directory_is_refused(tmp_path, monkeypatch, place_of):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(hl.FolderError, match=r"was deleted\.\nGive an absolute path"):
+        place_of("run")
+    place_of(tmp_path / "run")
+
+
 @pytest.mark.parametrize("is_made_anew", [False, True])
 def test_a_folder_that_is_replaced_while_it_is_locked_is_noticed(tmp_path, is_made_anew):
     place = LocalPlace(tmp_path / "store")

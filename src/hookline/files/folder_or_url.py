@@ -67,6 +67,13 @@ def _checked_path(to: str | os.PathLike[str], kind: str, example: str) -> Path:
         raise FolderError(
             f"the place of files must be {kind}, got {actual}.\nGive a name such as {example}."
         ) from None
+    try:
+        path.absolute()
+    except FileNotFoundError:
+        raise FolderError(
+            f"{path} must lie in the working directory, which was deleted.\nGive an absolute path,"
+            " or change to another directory: os.chdir(...)."
+        ) from None
     return path
 
 
