@@ -63,6 +63,22 @@ def test_generate_with_the_values_of_its_own_steps(name):
 
 
 @torch.no_grad()
+def test_other_runs_are_refused_with_drafted_tokens():
+    model, site, ids = tiny("llama"), "model.layers.1", OTHER[:1]
+    options = {"max_new_tokens": 7, "do_sample": False}
+    with hl.record(model, site) as run:
+        model.generate(IDS[:1], **options)
+    with hl.edit(model, site, hl.edits.patch(run), at=3):  # of the prompt
+        expected = model.generate(ids, **options)
+    options["prompt_lookup_num_tokens"] = 1
+    with hl.edit(model, site, hl.edits.patch(run), at=3):
+        assert torch.equal(model.generate(ids, **options), expected)
+    with hl.edit(model, site, hl.edits.patch(run), at=12):
+        with pytest.raises(hl.AttachError, match=r"assisted decoding(.|\n)*slice\(prompt_length\)"):
+            model.generate(ids, **options)
+
+
+@torch.no_grad()
 def test_a_prompt_serves_the_step_that_it_was():
     model, site = tiny("gpt2"), "transformer.h.1"
     run, _ = recorded(model, site, IDS)

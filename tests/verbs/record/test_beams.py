@@ -1,4 +1,4 @@
-"""A recording in a beam search of transformers says, once, that rows are beams."""
+"""A recording in a search of transformers says, once, that rows are beams, or tokens drafts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ def _beam_search(run, num_beams):
 
 def _sample(run, num_beams):
     return run()
+
+def _assisted_decoding(run):
+    return [_sample(run, 1), run()]
 """
 
 
@@ -62,6 +65,20 @@ def test_a_beam_search_is_said_once(generation):
         " generate(), or record one run of the model on the sequences that it returns."
     ]
     assert len(run.passes) == 7
+
+
+def test_drafted_tokens_are_said_once(generation):
+    model = PreTrainedModel()
+    with hl.record(model, "decoder"):
+        first, again = (
+            said(lambda: generation["_assisted_decoding"](lambda: model(X))) for _ in range(2)
+        )
+    assert again == []
+    assert first == [
+        "hl.record sees generate() check drafted tokens: a pass has values of several tokens, and"
+        " of some that are dropped again.\nGenerate without an assistant, or record one run of the"
+        " model on the sequences that it returns."
+    ]
 
 
 def test_what_has_no_beams_is_not_said(generation):

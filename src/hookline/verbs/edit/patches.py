@@ -137,7 +137,8 @@ def patch(run: Recording | PassRecord) -> ChangeFromRecording:
         it.
 
     Raises:
-        AttachError: `run` is not a recording.
+        AttachError: `run` is not a recording; or (when the model runs) it has several runs, and
+            the present one, after the prompt, is of assisted decoding.
         NotRecordedError: (by `hl.edit`) the recording lacks a site; (when the model runs) it lacks
             the run or the call.
         StructureError: (when the model runs) the recorded value has another shape.

@@ -48,10 +48,18 @@ class RecordedValues:
         """Return the value of a call in a pass; a recording of one pass serves every pass.
 
         Raises:
+            AttachError: passes do not tell which tokens belong together: assisted decoding.
             NotRecordedError: the recording has no such pass or call.
             OverwrittenError: the value was changed in place after it was recorded.
         """
         number = pass_and_call.number if len(self._records) > 1 else 0
+        if number and pass_and_call.is_assisted:
+            raise AttachError(
+                f"{self._site} must not be taken from run {number} of a recording in assisted"
+                " decoding, where a run takes several drafted tokens, so that other runs have"
+                " other positions.\nChoose tokens of the prompt, such as"
+                " at=slice(prompt_length); or generate without an assistant."
+            )
         try:
             return self._records[number][replace(self._site, call=pass_and_call.call)]
         except (IndexError, NotRecordedError):

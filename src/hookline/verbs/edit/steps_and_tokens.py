@@ -44,6 +44,7 @@ class PassAndCall(NamedTuple):
     # The number of earlier passes; for an input or output, of those in which the site fired.
     number: int
     call: int  # the number of the module's call in the pass
+    is_assisted: bool = False  # whether a run has another number of tokens than a step
 
 
 @final
@@ -57,6 +58,7 @@ class EditedPass:
     step: int | None = None  # the step of `generate`, 0 for the prompt; None likewise
     # The tokens of the pass; None if the root's inputs are not known.
     tokens: PassTokens | None = None
+    is_assisted: bool = False  # whether it is one of assisted decoding
     # Whether the pass ended by an exception; known when the next pass begins.
     has_failed: bool = False
     # The number of this pass for each site, as in `PassAndCall`.
@@ -113,7 +115,15 @@ class EditLimits:
     def begin_pass(self, current: Pass, frame: FrameType) -> None:
         """Note what the root is called with, when a pass begins."""
         root = self._root()
-        chunk = self._prompt_chunk(frame) if self._refused else PromptChunk()
+        assisted = is_assisted(frame)
+        if assisted and self._refused:
+            raise AttachError(
+                f"{self._refused} must not be given in assisted decoding, where one run takes"
+                " several drafted tokens, and some of them are dropped again."
+                "\nGive at= with positions from the start, such as at=slice(prompt_length, None);"
+                " or generate without an assistant."
+            )
+        chunk = prefill_chunk(frame) if self._refused else PromptChunk()
         call = None if root is None else root_call(frame, root)
         inputs: dict[str, Any] = {}
         if call is not None:
@@ -132,27 +142,13 @@ class EditLimits:
                 " steps=slice(1, None)."
             )
         is_known = call is not None and self.at is not None and is_chosen
-        edited = EditedPass(number, step, read_tokens(inputs) if is_known else None)
+        tokens = read_tokens(inputs) if is_known else None
+        edited = EditedPass(number, step, tokens, is_assisted=assisted)
         self._of_pass[current] = edited
         self._thread.latest = current, edited
         if self.at is not None:
             self._choose_tokens(self.at, edited)
             current.at_end.append(self._reset_compiled_tokens)
-
-    def _prompt_chunk(self, frame: FrameType) -> PromptChunk:
-        """Return which chunk of the prompt a run has.
-
-        Raises:
-            AttachError: the run is of assisted decoding.
-        """
-        if is_assisted(frame):
-            raise AttachError(
-                f"{self._refused} must not be given in assisted decoding, where one run takes"
-                " several drafted tokens, and some of them are dropped again."
-                "\nGive at= with positions from the start, such as at=slice(prompt_length, None);"
-                " or generate without an assistant."
-            )
-        return prefill_chunk(frame)
 
     def _next_pass_and_step(self, chunk: PromptChunk, *, is_prompt: bool) -> tuple[int, int]:
         """Return the number and the step of a pass that begins; chunks of a prompt are one step."""
@@ -294,7 +290,7 @@ class SiteEditLimits:
         if call is not None:
             if edited.number is None:
                 raise self._outside_run_error("a recording")
-            return PassAndCall(edited.number, call)
+            return PassAndCall(edited.number, call, edited.is_assisted)
         if self not in edited.numbers:
             if self._last is not None and not self._last.has_failed:
                 self._number += 1
@@ -304,7 +300,7 @@ class SiteEditLimits:
         if call is None:
             call = current.calls.get(self, 0)
             current.calls[self] = call + 1
-        return PassAndCall(edited.numbers[self], call)
+        return PassAndCall(edited.numbers[self], call, edited.is_assisted)
 
     # -- tokens ---------------------------------------------------------------------------------
 

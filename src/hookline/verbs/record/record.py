@@ -48,7 +48,7 @@ from hookline.verbs.record.keep import (
     keeps_plain_values,
 )
 from hookline.verbs.record.to_store import StoreLine, make_store_line
-from hookline.verbs.shared.enclosing_generate import may_generate, n_beams
+from hookline.verbs.shared.enclosing_generate import is_assisted, may_generate, n_beams
 from hookline.verbs.shared.finalizing_line import FinalizingLine
 from hookline.verbs.shared.refused_ports import refuse_ignored_ports
 
@@ -297,7 +297,7 @@ class _Recorder:
             self.recording.set_model(weakref.ref(line.root))
             settings = SettingsReader(nodes, self.recording.modules)
             looks = may_generate(line.root)
-            line.passes.at_root = _RootObserver(line.name, settings, looks_for_beams=looks)
+            line.passes.at_root = _RootObserver(line.name, settings, may_search=looks)
 
     def bind(self, site: Site) -> Bound:
         """Return the tap or callback for the next site."""
@@ -337,36 +337,50 @@ class _Recorder:
 
 @final
 class _RootObserver:
-    """Note the settings of torch at each pass, and warn once if rows are beams of a search.
+    """Note the settings of torch at each pass, and warn once of beams or drafted tokens.
 
     Args:
         name: the name of the verb.
         settings: reads the settings.
-        looks_for_beams: whether the model may search; until the warning.
+        may_search: whether the model may search; until the warning.
     """
 
-    def __init__(self, name: str, settings: SettingsReader, *, looks_for_beams: bool) -> None:
+    def __init__(self, name: str, settings: SettingsReader, *, may_search: bool) -> None:
         self._name = name
         self._settings = settings
-        self._looks_for_beams = looks_for_beams
+        self._may_search = may_search
 
     def __call__(self, current: Pass, frame: FrameType) -> None:
         current.settings = self._settings.read()
-        n = n_beams(frame) if self._looks_for_beams else 1
-        if n > 1:
-            current.at_end.append(partial(self._warn_of_beams, current, n))
+        told = _search_text(frame) if self._may_search else None
+        if told:
+            current.at_end.append(partial(self._warn_of_search, current, told))
 
-    def _warn_of_beams(self, current: Pass, n: int) -> None:
+    def _warn_of_search(self, current: Pass, told: str) -> None:
         # The values may be from before the search, such as the encoder's.
-        if not self._looks_for_beams or not current.log:
+        if not self._may_search or not current.log:
             return
-        self._looks_for_beams = False
+        self._may_search = False
         warn(
-            f"hl.{self._name} sees generate() search with {n} beams: values have {n} rows for each"
-            " input, one for each beam, and the search may reorder them between passes."
-            "\nGive num_beams=1 to generate(), or record one run of the model on the sequences that"
-            " it returns."
+            f"hl.{self._name} sees generate() {told}, or record one run of the model on the"
+            " sequences that it returns."
         )
+
+
+def _search_text(frame: FrameType) -> str | None:
+    """Say how a search of `generate` makes other values than a run of its result; None if not."""
+    n = n_beams(frame)
+    if n > 1:
+        return (
+            f"search with {n} beams: values have {n} rows for each input, one for each beam, and"
+            " the search may reorder them between passes.\nGive num_beams=1 to generate()"
+        )
+    if is_assisted(frame):
+        return (
+            "check drafted tokens: a pass has values of several tokens, and of some that are"
+            " dropped again.\nGenerate without an assistant"
+        )
+    return None
 
 
 # The ports with a tap of their own for whole values that are kept as they are.

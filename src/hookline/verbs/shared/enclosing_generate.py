@@ -66,6 +66,5 @@ def prefill_chunk(frame: FrameType) -> PromptChunk:
 
 
 def is_assisted(frame: FrameType) -> bool:
-    """Tell whether a call checks several drafted tokens at once: assisted decoding."""
-    search = innermost_search_frame(frame)
-    return search is not None and search.f_code.co_name == "_assisted_decoding"
+    """Tell whether a call drafts tokens, or checks several at once: assisted decoding."""
+    return _innermost_frame(frame, ("_assisted_decoding",)) is not None
