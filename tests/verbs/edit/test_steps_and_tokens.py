@@ -257,6 +257,31 @@ def test_a_head_that_gets_the_last_token_alone_says_so():
         model.generate(IDS, max_new_tokens=2, do_sample=False)
 
 
+class WithPattern(nn.Module):
+    """Beside the tokens, each block returns a pattern, as in Bloom and T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block = nn.Embedding(50, 4), _Pattern()
+
+    def forward(self, input_ids, logits_to_keep=0):
+        return self.block(self.embed(input_ids))[0]
+
+
+class _Pattern(nn.Module):
+    def forward(self, x):
+        return x, torch.ones(x.shape[0], 2, x.shape[1], x.shape[1])
+
+
+def test_a_pattern_beside_the_tokens_names_their_part():
+    model, ids = WithPattern(), torch.ones(2, 3, dtype=torch.long)
+    with hl.edit(model, "block", lambda value: value, at=0), pytest.raises(hl.StructureError) as e:
+        model(ids, logits_to_keep=1)
+    assert "Select the part that holds them: 'block:output[0]'." in str(e.value).splitlines()
+    with hl.edit(model, "block:output[0]", hl.edits.scale(0), at=0):
+        assert not model(ids)[:, 0].any()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_keys_of_the_cache_are_not_taken_for_the_new_token(part):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, NamedTuple, final
 
@@ -263,9 +263,9 @@ class SiteEditLimits:
         parts = (value, *value) if type(value) is tuple else (value,)
         if any(isinstance(part, PackedSequence) for part in parts):
             raise self._no_tokens_error("a PackedSequence, in which rows alternate")
-        masks = {
-            leaf: self._token_mask(limits.at, edited, part) for leaf, part in tree.tensors(value)
-        }
+        masks: dict[tree.Leaf, Tensor] = {}
+        for leaf, part in tree.tensors(value):
+            masks[leaf] = self._token_mask(limits.at, edited, part, next(iter(masks), None))
         if not masks:
             raise self._no_tokens_error(describe.in_words(value))
         if not any(mask.any() for mask in masks.values()):
@@ -304,8 +304,17 @@ class SiteEditLimits:
 
     # -- tokens ---------------------------------------------------------------------------------
 
-    def _token_mask(self, at: Indices, edited: EditedPass, value: Tensor) -> Tensor:
-        """Return a mask of the chosen tokens that broadcasts to a value."""
+    def _token_mask(
+        self, at: Indices, edited: EditedPass, value: Tensor, fitting: tree.Leaf | None
+    ) -> Tensor:
+        """Return a mask of the chosen tokens that broadcasts to a value.
+
+        Args:
+            at: chooses the tokens.
+            edited: the pass.
+            value: the value, or a part of one.
+            fitting: another part of it, which holds the tokens; None if none is known.
+        """
         if edited.tokens is None:
             raise self._outside_run_error("at")
         tokens = self._tokens_of_own_stack(edited.tokens, value)
@@ -322,7 +331,7 @@ class SiteEditLimits:
             is_clear = value.dim() < 4 and value.shape[-2] == tokens.positions.shape[1]
             mask = mask if is_clear else None
         if mask is None:
-            raise self._no_tokens_error(describe.in_words(value), tokens)
+            raise self._no_tokens_error(describe.in_words(value), tokens, fitting, value.shape[1:2])
         return mask
 
     def _tokens_of_own_stack(self, tokens: PassTokens, value: Tensor) -> Tokens | None:
@@ -364,17 +373,26 @@ class SiteEditLimits:
             " hl.edit(model.encoder, ...)."
         )
 
-    def _no_tokens_error(self, got: str, tokens: Tokens | None = None) -> StructureError:
+    def _no_tokens_error(
+        self,
+        got: str,
+        tokens: Tokens | None = None,
+        fitting: tree.Leaf | None = None,
+        columns: tuple[int, ...] = (),
+    ) -> StructureError:
         sizes = None if tokens is None else [*tokens.positions.shape]
         wanted = "3 dimensions or more" if sizes is None else f"{sizes} as first dimensions"
         n_kept = None if tokens is None else tokens.n_kept
         hint = "Select such a value, or give hl.edit a function that changes a part of it."
-        if self._site.path.endswith(_OF_ATTENTION):
+        if fitting is not None:
+            part = replace(self._site, leaf=(*self._site.leaf, *fitting))
+            hint = f"Select the part that holds them: {str(part)!r}."
+        elif self._site.path.endswith(_OF_ATTENTION):
             hint = (
                 "Where heads come first, give hl.edit a function that changes a part, such as"
                 " t[:, head, position], or select attn_heads of hl.anatomy."
             )
-        elif n_kept is not None:
+        elif n_kept is not None and columns == (n_kept,):
             hint = (
                 f"With logits_to_keep={n_kept}, as in generate, the head gets the last"
                 f" {plural(n_kept, 'token')} alone: leave out at=, or select what comes before it."
