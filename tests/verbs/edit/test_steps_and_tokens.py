@@ -458,6 +458,15 @@ def test_places_from_the_end_are_refused_with_drafted_tokens(places):
             model.generate(ids, **options)
 
 
+def test_steps_are_refused_in_continuous_batching(plain):
+    names: dict[str, object] = {}
+    path = "/any/transformers/generation/continuous_batching/model_runner.py"
+    exec(compile("def step(model, x): return model(x)", path, "exec"), names)
+    with hl.edit(plain, "block", hl.edits.scale(0), steps=0):
+        with pytest.raises(hl.AttachError, match=r"continuous batching(.|\n)*Call generate"):
+            names["step"](plain, X)
+
+
 def test_positions_from_the_start_work_with_drafted_tokens():
     model, ids = tiny("llama"), IDS[:1].repeat(1, 3)
     options = {"max_new_tokens": 6, "do_sample": False}

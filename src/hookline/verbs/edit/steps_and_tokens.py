@@ -27,7 +27,12 @@ from hookline.verbs.edit.tokens import (
     read_tokens,
     tokens_by_column,
 )
-from hookline.verbs.shared.enclosing_generate import PromptChunk, is_assisted, prefill_chunk
+from hookline.verbs.shared.enclosing_generate import (
+    PromptChunk,
+    is_assisted,
+    is_continuous,
+    prefill_chunk,
+)
 from hookline.verbs.shared.root_call import root_call
 from hookline.verbs.shared.token_inputs import find_cache, n_cached_tokens
 
@@ -122,6 +127,11 @@ class EditLimits:
                 " several drafted tokens, and some of them are dropped again."
                 "\nGive at= with positions from the start, such as at=slice(prompt_length, None);"
                 " or generate without an assistant."
+            )
+        if self.steps is not None and is_continuous(frame):
+            raise AttachError(
+                "steps must not be given in continuous batching (generate_batch), where one run"
+                " takes prompts and new tokens of several requests.\nCall generate."
             )
         chunk = prefill_chunk(frame) if self._refused else PromptChunk()
         call = None if root is None else root_call(frame, root)

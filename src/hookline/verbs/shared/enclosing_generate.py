@@ -12,6 +12,7 @@ from torch import nn
 from hookline.util.walk_stack import walk_stack
 
 _GENERATION = ("transformers", "generation", "utils.py")
+_CONTINUOUS = ("transformers", "generation", "continuous_batching")
 _SEARCHES = ("beam_", "_sample", "_assisted_decoding")  # in the names of its functions
 _PREFILL = ("_prefill",)
 # The frames between the search and the model's call: decorators, wrappers, and outer models.
@@ -63,6 +64,14 @@ def prefill_chunk(frame: FrameType) -> PromptChunk:
     if not chunks:
         return PromptChunk()
     return PromptChunk(names.get("input_chunk") is chunks[0], len(chunks) == 1)
+
+
+def is_continuous(frame: FrameType) -> bool:
+    """Tell whether a call is one of continuous batching: `generate_batch`."""
+    return any(
+        PurePath(above.f_code.co_filename).parts[-4:-1] == _CONTINUOUS
+        for above in islice(walk_stack(frame.f_back), _MOST_FRAMES)
+    )
 
 
 def is_assisted(frame: FrameType) -> bool:
