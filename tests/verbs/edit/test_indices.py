@@ -43,7 +43,7 @@ def test_what_has_not_occurred_is_written():
     assert at.unmet_text() == "at=-9"
     steps = parse_indices("steps", slice(2, None), allows_negative=False)
     assert [steps.match_step(step) for step in (0, 1)] == [False, False]
-    assert steps.unmet_text() == "steps=2:"
+    assert steps.unmet_text() == "steps=slice(2, None)"
     assert steps.match_step(2)
     assert not steps.unmet_text()
 

@@ -102,7 +102,8 @@ class Interrupting:
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 8])
 def test_a_run_has_each_step_once_after_an_interrupt(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(run_folder.os, "pwrite", Interrupting(run_folder.os.pwrite, count))
+    write = Interrupting(run_folder._write_at, count)
+    monkeypatch.setattr(run_folder, "_write_at", write)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run")
     found = hl.open(tmp_path / "run")

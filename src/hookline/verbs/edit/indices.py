@@ -86,9 +86,8 @@ class Indices:
 
     def __str__(self) -> str:
         if self.span is not None:
-            ends = ["" if end is None else str(end) for end in (self.span.start, self.span.stop)]
-            step = "" if self.span.step is None else f":{self.span.step}"
-            return f"{self.name}={':'.join(ends)}{step}"
+            step = "" if self.span.step is None else f", {self.span.step}"
+            return f"{self.name}=slice({self.span.start}, {self.span.stop}{step})"
         return f"{self.name}={', '.join(map(str, self.numbers or ()))}"
 
 

@@ -183,7 +183,10 @@ class RunKinds:
         if self.failure or self._model is None or not self.wants_flops:
             return
         if len(self.kinds) > _MOST_KINDS:
-            self.failure = f"the inputs had more than {_MOST_KINDS} different shapes"
+            self.failure = (
+                f"the inputs had more than {_MOST_KINDS} different shapes, as a generation with a"
+                " cache has; profile fewer runs"
+            )
             return
         if any(map(is_lazy, self._model.parameters())):
             self.failure = "its lazy modules had not run before; run the model once first"
