@@ -49,7 +49,7 @@ class Lookups(Mapping[str, Any]):
 
     @abstractmethod
     def _find_entries(self, parsed_key: ParsedKey) -> list[tuple[Pass, list[Entry]]]:
-        """Find a site's entries in each of these passes that has any."""
+        """Return the entries of a site, pass by pass; passes without any are left out."""
 
     def __len__(self) -> int:
         return len(list(iter(self)))

@@ -131,8 +131,8 @@ def compare_with_unpaired(
             "a and b must have numbers in common, got"
             f" {pairing.pairs[0][0].key} without a tensor in both.\nRecord sites with tensors."
         )
-    of_inputs = [ours for ours, theirs in pairing.pairs if ours.is_input or theirs.is_input]
-    inputs = [row for row in rows if judge.entry_of[row.site] in of_inputs]
+    input_keys = {a.key for a, b in pairing.pairs if a.is_input or b.is_input}
+    inputs = [row for row in rows if judge.entry_of[row.site].key in input_keys]
     suspect, first = judge.find_suspect(rows)
     does_differ = any(row.verdict == "differs" for row in rows)
     about_tokens = find_token_remarks(alignment, why, judge.partial, does_differ=does_differ)

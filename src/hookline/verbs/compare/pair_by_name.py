@@ -36,10 +36,9 @@ def pair_entries(a: Side, b: Side, names: Names | None) -> Pairing:
     """
     if isinstance(names, Mapping):
         names = {key or ROOT: name or ROOT for key, name in names.items()}
-    displaced = _displaced_root(b, names)
-    theirs = _renamed_entries(
-        [entry for entry in b.entries if entry not in displaced], _renamer(a, b, names)
-    )
+    displaced = [entry for entry in b.entries if not entry.path] if _is_root_taken(names) else []
+    kept = [entry for entry in b.entries if entry.path] if displaced else b.entries
+    theirs = _renamed_entries(kept, _renamer(a, b, names))
     ours = {(entry.path, entry.rest): entry for entry in a.entries}
     are_given = (a.noun, b.noun) == ("arrays", "recording")
     is_unordered = are_given or not _inner_outputs_come_first(a.entries)
@@ -55,11 +54,9 @@ def pair_entries(a: Side, b: Side, names: Names | None) -> Pairing:
     )
 
 
-def _displaced_root(b: Side, names: Names | None) -> list[Entry]:
-    """Return the values of b's root where names compare another module of b with a's root."""
-    if not isinstance(names, Mapping) or ROOT in names or ROOT not in names.values():
-        return []
-    return [entry for entry in b.entries if not entry.path]
+def _is_root_taken(names: Names | None) -> bool:
+    """Tell whether names compare another module of b than its root with the root of a."""
+    return isinstance(names, Mapping) and ROOT not in names and ROOT in names.values()
 
 
 def _inner_outputs_come_first(entries: Sequence[Entry]) -> bool:

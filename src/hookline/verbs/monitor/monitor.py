@@ -236,8 +236,7 @@ def monitor(
             parameters "value" (before the step; also of frozen ones), "grad" (as the optimizer gets
             it: accumulated, reduced, unscaled, clipped) and "update" (the change by the step, with
             its `ratio` to the weight). None is outputs, their gradients, and all three of
-            parameters. Floating and complex values are measured; a warning names what you chose and
-            is of integers.
+            parameters. Integers are not measured; a warning names those that you chose.
         every: the number of steps from one report to the next; the first report is of step 0.
         stats: one statistic or several, of `hl.stats` or of your own (an object with the methods
             `start`, `update`, `merge` and `result`). None is `hl.stats.moments()`.

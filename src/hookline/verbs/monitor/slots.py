@@ -515,7 +515,7 @@ class Slots:
             ]
             warn(
                 f"hl.monitor: {'; '.join(said[:4])}{'; …' * (len(said) > 4)}."
-                "\nSelect other sites, of floating values, or give other stats= where these failed."
+                "\nSelect sites with floating values, or give other stats= where these failed."
             )
 
 

@@ -48,8 +48,8 @@ def refuse_constant_metric(metric: Metric, output: Any, number: float) -> None:
     """Refuse a metric that gives the same number for other outputs.
 
     Raises:
-        InputError: the metric is the same for the negated and for the reversed output, whose sizes
-            are those of the output, such as NaN; or the output is empty.
+        InputError: the metric is the same, or NaN, for the negated and for the reversed output,
+            whose sizes are those of the output; or the output is empty.
     """
     sizes = [tensor.numel() for _, tensor in tree.tensors(output)]
     if sizes and not any(sizes):
