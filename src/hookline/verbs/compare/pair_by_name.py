@@ -36,8 +36,7 @@ def pair_entries(a: Side, b: Side, names: Names | None) -> Pairing:
     """
     if isinstance(names, Mapping):
         names = {key or ROOT: name or ROOT for key, name in names.items()}
-    displaced = [entry for entry in b.entries if not entry.path] if _is_root_taken(names) else []
-    kept = [entry for entry in b.entries if entry.path] if displaced else b.entries
+    kept, displaced = _split_off_root(b, names)
     theirs = _renamed_entries(kept, _renamer(a, b, names))
     ours = {(entry.path, entry.rest): entry for entry in a.entries}
     are_given = (a.noun, b.noun) == ("arrays", "recording")
@@ -54,9 +53,14 @@ def pair_entries(a: Side, b: Side, names: Names | None) -> Pairing:
     )
 
 
-def _is_root_taken(names: Names | None) -> bool:
-    """Tell whether names compare another module of b than its root with the root of a."""
-    return isinstance(names, Mapping) and ROOT not in names and ROOT in names.values()
+def _split_off_root(b: Side, names: Names | None) -> tuple[Sequence[Entry], Sequence[Entry]]:
+    """Split off the values of b's root where names compare another module of b with a's root."""
+    if not isinstance(names, Mapping) or ROOT in names or ROOT not in names.values():
+        return b.entries, ()
+    return (
+        [entry for entry in b.entries if entry.path],
+        [entry for entry in b.entries if not entry.path],
+    )
 
 
 def _inner_outputs_come_first(entries: Sequence[Entry]) -> bool:
