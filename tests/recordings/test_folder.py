@@ -99,6 +99,9 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     assert all(line.startswith("0: ") for line in run.lost)
     assert isinstance(opened["0"][0], NotSaved)
     assert "sparse" in repr(opened["0"][0])
+    assert [part.is_tensor for part in opened["0"][:2]] == [True, False]
+    again = hl.open(record_value(opened["0"]).save(tmp_path / "again"))
+    assert [part.is_tensor for part in again["0"][:2]] == [True, False]
     assert opened["0"][2].tolist() == [1.0]
 
 

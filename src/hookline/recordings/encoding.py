@@ -53,8 +53,9 @@ class Fields(dict[str, Any]):
 class NotSaved:
     """A placeholder for a part of a value that could not be saved; its repr describes the part."""
 
-    def __init__(self, description: str) -> None:
+    def __init__(self, description: str, *, is_tensor: bool = False) -> None:
         self.what = description
+        self.is_tensor = is_tensor
 
     def __repr__(self) -> str:
         return f"<not saved: {self.what}>"
@@ -71,7 +72,7 @@ def encode(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
     if value is None or isinstance(value, bool | int | str | float):
         return _encode_scalar_or_text(value, lost)
     if isinstance(value, NotSaved):
-        return _encode_as_lost(value.what, lost)
+        return _encode_as_lost(value.what, lost, is_tensor=value.is_tensor)
     if isinstance(value, torch.Size):
         return {"size": list(value)}
     if isinstance(value, torch.dtype | torch.device):
@@ -95,9 +96,9 @@ def _type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _encode_as_lost(description: str, lost: Lost) -> dict[str, Any]:
+def _encode_as_lost(description: str, lost: Lost, *, is_tensor: bool = False) -> dict[str, Any]:
     lost(description)
-    return {"lost": description}
+    return {"lost": description, **({"is_tensor": True} if is_tensor else {})}
 
 
 def _encode_container(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
@@ -182,7 +183,8 @@ def _encode_tensor(value: Tensor, store_tensor: StoreTensor, lost: Lost) -> Any:
     of_shard = {SHARD: layout_json(value)} if is_dtensor(value) else {}
     value = local_part(value)
     if not _is_storable(value):
-        return _encode_as_lost(f"{describe.in_full(value)}, {value.layout}", lost)
+        text = f"{describe.in_full(value)}, {value.layout}"
+        return _encode_as_lost(text, lost, is_tensor=True)
     tensor = value.detach()
     if tensor.is_conj() or tensor.is_neg():  # lazy views: their memory holds other numbers
         tensor = tensor.resolve_conj().resolve_neg()
@@ -225,7 +227,7 @@ def rename_tensors(data: Any, rename: Callable[[str], str]) -> Any:
     kind = next(iter(data))
     if kind in ("tensor", "complex"):
         return {**data, kind: rename(data[kind])}
-    if kind in _OF_DATA:
+    if kind in _OF_DATA or kind == "lost":
         return data
     return {**data, kind: [[key, rename_tensors(part, rename)] for key, part in data[kind]]}
 
@@ -253,6 +255,8 @@ def decode(
         if kind == "complex":
             tensor = _view_as_complex(tensor)
         return _record_layout(tensor, data, part_by_id)
+    if kind == "lost":
+        return NotSaved(str(data[kind]), is_tensor=data.get("is_tensor") is True)
     if kind in _OF_DATA:
         return _OF_DATA[kind](data[kind])
     values = [decode(part, get_tensor, part_by_id) for _, part in data[kind]]
@@ -306,7 +310,6 @@ _OF_DATA: dict[str, Callable[[Any], Any]] = {
     "size": torch.Size,
     "device": lambda name: torch.device(str(name)),
     "dtype": _decode_dtype,
-    "lost": lambda description: NotSaved(str(description)),
 }
 
 

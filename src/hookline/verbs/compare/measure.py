@@ -183,11 +183,8 @@ def arrays_in(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
 
 
 def _unsaved_in(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, str]]:
-    """Yield what a folder holds in place of tensors that could not be saved, with their leaves.
-
-    It holds a text alone; that of a tensor names its layout, such as `torch.sparse_coo`.
-    """
-    if isinstance(value, NotSaved) and ", torch." in value.what:
+    """Yield what a folder holds in place of tensors that could not be saved, with their leaves."""
+    if isinstance(value, NotSaved) and value.is_tensor:
         yield leaf, value.what
     elif not isinstance(value, Array) and len(leaf) < _DEEPEST:
         for key, part in tree.items(value) or ():
