@@ -83,6 +83,18 @@ def test_an_expert_may_rest_while_its_siblings_train(name, level):
     assert (finding.site, finding.level) == (f"{paths[0]}:value", level)
 
 
+@pytest.mark.parametrize(("still", "level"), [((0, 1), "note"), ((2,), "warning")])
+def test_first_blocks_without_an_optimizer_are_meant_to_be(still, level):
+    moving = [k for k in range(12) if k not in still]
+    sites = [f"h.{k}.weight:value" for k in range(12)] + [f"h.{k}.weight:update" for k in moving]
+    steps = [
+        [*([1.0 if k in still else 1.0 + step / 100] for k in range(12)), *[[0.01]] * len(moving)]
+        for step in range(12)
+    ]
+    finding = findings(sites, steps)["frozen"]
+    assert (finding.site, finding.level) == (f"h.{still[0]}.weight:value", level)
+
+
 MASKED = [1.0, float("-inf")]
 TRAINED = ["out", "out:grad_output", "w:grad", "w:update"]
 

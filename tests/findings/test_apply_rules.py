@@ -275,6 +275,18 @@ def test_a_gradient_of_zeros_is_not_laid_to_requires_grad():
     assert finding.advice == "Look at what uses heads.0, such as a slice, and at its input."
 
 
+@pytest.mark.parametrize(("frozen", "level"), [((0, 1), "note"), ((2,), "warning")])
+def test_first_blocks_that_are_frozen_are_meant_to_be(frozen, level):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+    for index in frozen:
+        model[index].requires_grad_(False)
+    with hl.record(model, ports="grad") as run:
+        model(torch.ones(2, 4)).square().sum().backward()
+    (finding,) = [finding for finding in run.findings() if finding.kind == "frozen"]
+    assert (finding.site, finding.level) == (f"{frozen[0]}.weight:grad", level)
+    assert finding.advice == "Look at what froze it, unless it is meant."
+
+
 def test_near_uniform_attention_is_no_outlier():
     weights = torch.full((2, 4, 64, 64), 1 / 64)
     weights[0, 0, 0, 0] += 0.01

@@ -13,7 +13,7 @@ from hookline.curves.downsampled_table import RECENT
 from hookline.curves.training_numbers import TrainingNumbers, median_without_nan, path_of_site
 from hookline.display.text import plural
 from hookline.findings.finding import Finding, Level
-from hookline.findings.survey import template_of
+from hookline.findings.survey import are_first_blocks, template_of
 
 _LEAST_SIBLINGS = 3  # of a weight that is compared with the others at its place
 _LARGE_RATIO = 0.3  # of an update to its weight
@@ -46,7 +46,9 @@ def frozen_weights(training: TrainingNumbers) -> Iterator[Finding]:
         step = int(training.table.zero_since[updates[first]])
     since = f" since step {step:,}" * (step > first_step)
     text = f"{first} does not change{since}{', unlike its siblings' * bool(odd)}."
-    level: Level = "warning" if odd else "note"
+    # Without an optimizer, the first blocks are frozen on purpose, as in fine-tuning.
+    is_meant = updates.keys().isdisjoint(odd) and are_first_blocks(odd, paths)
+    level: Level = "note" if is_meant else "warning"
     why, advice = _why_unchanged_and_advice(training, first)
     why = f"{plural(len(others) + 1, 'weight')} so. {why}".rstrip()
     follows = tuple(f"{path}:value" for path in others)

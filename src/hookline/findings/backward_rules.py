@@ -13,6 +13,7 @@ from hookline.findings.finding import Finding, Level
 from hookline.findings.forward_rules import later_sites, non_finite_finding
 from hookline.findings.survey import (
     Survey,
+    are_first_blocks,
     factor_text,
     further_text,
     kind_and_verb,
@@ -100,27 +101,48 @@ def frozen_parameters(survey: Survey, has_forward_fault: bool) -> Iterator[Findi
         has_forward_fault: whether a fault of the forward explains gradients that are all zero.
     """
     fired = [r for r in survey.gradients if r.port == "grad"]
-    silent = [(path, why) for path, port, why in survey.silent if port == "grad"]
     is_zero = [r for r in fired if r.numbers.is_zero and not has_forward_fault]
+    silent = [(path, why) for path, port, why in survey.silent if port == "grad"]
     silent += [(r.path, "its gradient is all zero") for r in is_zero]
-    n_silent = Counter(template_of(path) for path, _ in silent)
     n_alive = Counter(template_of(r.path) for r in fired)
     n_alive.subtract(template_of(r.path) for r in is_zero)
-    odd = []
-    for path, why in silent:
-        template = template_of(path)
-        is_odd = n_alive[template] > n_silent[template]
-        if "#" in template and is_odd and "expert" not in path:
-            odd.append((path, why))
+    odd = _unlike_siblings(silent, n_alive)
     if not odd:
         return
     path, why = odd[0]
     text, why = f"{path} gets no gradient, unlike its siblings.", f"{why.capitalize()}."
-    advice = "Look at requires_grad, and for no_grad()."
-    if any(reading.path == path for reading in is_zero):
+    level: Level = "warning"
+    if "frozen" in why:
+        advice = "Look at what froze it, unless it is meant."
+        if _are_first_blocks_frozen(survey, dict(odd)):
+            level = "note"
+    elif path in {reading.path for reading in is_zero}:
         advice = f"Look at what uses {path.rpartition('.')[0]}, such as a slice, and at its input."
+    else:
+        advice = "Look at requires_grad, and for no_grad()."
     site, *others = (f"{other}:grad" for other, _ in odd)
-    yield Finding("frozen", text, site, "warning", "no gradient", why, advice, tuple(others))
+    yield Finding("frozen", text, site, level, "no gradient", why, advice, tuple(others))
+
+
+def _are_first_blocks_frozen(survey: Survey, reasons: Mapping[str, str]) -> bool:
+    """Tell whether weights without a gradient are frozen in the first blocks, as in fine-tuning."""
+    weights = [path for path, port, _ in survey.silent if port == "grad"]
+    weights += [reading.path for reading in survey.gradients if reading.port == "grad"]
+    return all("frozen" in why for why in reasons.values()) and are_first_blocks(reasons, weights)
+
+
+def _unlike_siblings(
+    silent: Sequence[tuple[str, str]], n_alive: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """Return the weights without a gradient, most of whose siblings have one, and why."""
+    n_silent = Counter(template_of(path) for path, _ in silent)
+    return [
+        (path, why)
+        for path, why in silent
+        if "#" in (template := template_of(path))
+        and n_alive[template] > n_silent[template]
+        and "expert" not in path
+    ]
 
 
 def exploding_or_vanishing(survey: Survey) -> Iterator[Finding]:

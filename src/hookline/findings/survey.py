@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -176,6 +176,24 @@ def repeated_block_indices(paths: Sequence[str]) -> list[int]:
             groups.setdefault(template, []).append(place)
     chosen = [group for group in groups.values() if len(group) >= _LEAST_BLOCKS]
     return min(chosen, key=lambda group: (paths[group[0]].count("."), -len(group)), default=[])
+
+
+def are_first_blocks(paths: Iterable[str], siblings: Iterable[str]) -> bool:
+    """Tell whether paths lie in the first of repeated blocks, which fine-tuning freezes.
+
+    >>> weights = ["h.0.fc.weight", "h.1.fc.weight", "h.2.fc.weight"]
+    >>> are_first_blocks(weights[:2], weights), are_first_blocks(weights[1:2], weights)
+    (True, False)
+
+    Args:
+        paths: the paths.
+        siblings: all paths at their places, theirs among them.
+    """
+    chosen = set(paths)
+    is_chosen_by_place: dict[str, list[bool]] = {}
+    for path in sorted(siblings, key=lambda path: [int(n) for n in _NUMBER.findall(path)]):
+        is_chosen_by_place.setdefault(template_of(path), []).append(path in chosen)
+    return all(row == sorted(row, reverse=True) for row in is_chosen_by_place.values())
 
 
 def ancestors_of(path: str) -> list[str]:
