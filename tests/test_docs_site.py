@@ -231,6 +231,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("html", FAULTS)
 def test_links_that_lead_nowhere_are_named(check, tmp_path, html):
     (tmp_path / "folder").mkdir()

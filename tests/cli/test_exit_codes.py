@@ -113,6 +113,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "command"), CODES)
 def test_what_a_command_found_is_its_exit_code(folder, code, command):
     with chdir(folder):
@@ -123,6 +124,7 @@ def test_what_a_command_found_is_its_exit_code(folder, code, command):
     assert bool(done.stderr) == (code == 1 and not is_quiet)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", WRONG)
 def test_a_wrong_argument_is_2_and_says_what_to_do(folder, command):
     with chdir(folder):

@@ -69,6 +69,7 @@ def test_a_store_at_a_url_is_judged_but_not_viewed(folder):
     assert "written" in said(folder, "view", f"file://{folder}/dead", "--out", "page").stdout
 
 
+@pytest.mark.slow
 def test_inspect_prints_findings_and_gives_them_as_json(tmp_path):
     done = said(tmp_path, "inspect", "demo:digits", "demo", "--out", "run")
     assert "Findings: " in done.stdout

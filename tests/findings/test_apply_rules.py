@@ -40,6 +40,7 @@ def test_a_healthy_model_raises_no_alarm(family, variant):
     assert [str(finding) for finding in findings if finding.level != "note"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 def test_the_first_finding_names_the_planted_fault(name, request):
     if name == MISSED:

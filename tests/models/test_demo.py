@@ -25,6 +25,7 @@ def test_the_shipped_weights_reach_the_accuracy_that_is_claimed():
     assert measured >= 0.98
 
 
+@pytest.mark.slow
 def test_the_shipped_digits_are_of_the_test_split():
     images, labels = load_demo_digits()
     assert images.shape == (8, 1, 8, 8)

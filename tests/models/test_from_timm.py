@@ -31,6 +31,7 @@ def test_a_model_comes_with_the_published_preparation_and_labels(test_resnet):
         assert test_resnet.model(published[None]).shape == (1, 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rng_unchanged")
 def test_random_weights_are_the_same_each_time(test_resnet):
     again = load_model(NAME, weights="none").model

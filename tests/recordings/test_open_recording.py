@@ -83,6 +83,7 @@ def check_damaged(folder, expected):
         assert found == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(300), deadline=None)
 @given(
     which=st.integers(0, 1),
@@ -125,6 +126,7 @@ def test_a_flip_in_each_region_of_each_file_is_an_error(whole, which):
     assert everything(hl.open(folder, verify=True)) == whole[folder]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["cut", "longer", "zeros", "other", "gone"])
 def test_a_file_that_is_another_is_an_error_or_right(whole, tmp_path, change):
     for folder, expected in whole.items():

@@ -115,6 +115,7 @@ def with_manifest(folder, data):
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["store", "tokens", "recording"])
 @settings(max_examples=examples(150))
 @given(data=st.data())

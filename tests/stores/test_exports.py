@@ -192,6 +192,7 @@ def test_tokens_are_rows_beside_the_lengths_of_items(ragged, tmp_path, format):
     assert found["@token"][:].tolist() == [k % 7 for k in range(N_TOKENS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", TABLES + ARRAYS)
 def test_chosen_sites_alone_are_exported(store, tmp_path, format):
     path = store.export(tmp_path / "x", format, "half:output")

@@ -358,6 +358,7 @@ class Grouped(Attention):
         return self.out(z.transpose(1, 2).flatten(-2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "n_heads", "n_key_value_heads"),
     [(OneHead, 1, 1), (HeadsAreRows, 2, 2), (ByEinsum, 2, 2), (Grouped, 2, 1), (OfTorch, 2, 2)],
@@ -645,6 +646,7 @@ class Shift(nn.Module):
         return x + self.mlp(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_mean", [False, True])
 @pytest.mark.parametrize(
     ("shape", "dim"),
@@ -959,6 +961,7 @@ def test_a_sum_outside_of_the_blocks_is_told():
         hl.anatomy(Outside())
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_refused():
     with pytest.raises(hl.AttachError, match=r"before torch\.compile"):
         hl.anatomy(torch.compile(Text(), backend="eager"))

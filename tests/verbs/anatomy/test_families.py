@@ -214,6 +214,7 @@ def test_the_dense_first_layer_of_deepseek_has_neurons():
         parts["router_logits", 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_neox", "falcon"])
 def test_parallel_blocks_have_no_resid_mid_and_say_why(name):
     with pytest.raises(hl.SelectionError, match="attention and MLP are parallel"):

@@ -329,6 +329,7 @@ def test_a_step_that_a_scaler_skips_is_no_alarm():
     assert line.findings == []
 
 
+@pytest.mark.slow
 def test_a_scaler_that_skips_all_steps_is_warned_of():
     model = nn.Sequential(nn.Linear(2, 2), Function(lambda x: (x * 1e-30) * 1e30))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -24,6 +24,7 @@ def run(model):
     return run_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_module_at_fault_is_named(model, run, fault):
     plant, path = FAULTS[fault]
@@ -48,6 +49,7 @@ def test_functions_for_modules_hide_no_fault(model, run, fault):
         assert hl.shadow(model, port, IDS).suspect == path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_in_float64_against_float32_the_module_is_named_too(model, run, fault):
     plant, path = FAULTS[fault]
@@ -81,6 +83,7 @@ def fused_off(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -99,6 +102,7 @@ def test_clean_copies_are_quiet(model, run, change):
     assert comparison.suspect is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cast", [torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.float])
 def test_gradients_of_clean_copies_are_quiet(model, cast):
     runs = []

@@ -23,6 +23,7 @@ def texts(comparison):
     return [finding.text for finding in comparison.findings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", IN_EVAL)
 def test_the_module_with_a_local_error_is_the_suspect(model, fault):
     plant, path = FAULTS[fault]
@@ -42,6 +43,7 @@ def without_decoder(path):
     return path.removeprefix("decoder.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", IN_EVAL)
 def test_a_renamed_port_is_shadowed_by_its_names(model, fault):
     plant, path = FAULTS[fault]
@@ -112,6 +114,7 @@ def unfused(model):
     return port
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [copy.deepcopy, unfused, lambda model: copy.deepcopy(model).bfloat16(),

@@ -540,6 +540,7 @@ def test_checks_of_nothing_are_no_success(batch):
     assert not invariance.ok
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @torch.no_grad()
 def test_a_cache_of_earlier_tokens_is_refused():
@@ -716,6 +717,7 @@ def test_a_default_device_changes_no_check():
     assert [row.outcome for row in found] == ["holds"] * 3
 
 
+@pytest.mark.slow
 def test_an_exported_program_gets_its_arguments_by_position():
     x = torch.randn(3, 4)
     program = torch.export.export(nn.Sequential(nn.Linear(4, 2)).eval(), (x,)).module()
