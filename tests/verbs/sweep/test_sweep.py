@@ -440,7 +440,9 @@ def test_a_model_in_training_mode_is_refused():
 def test_inputs_of_other_lengths_are_refused():
     model, _, _, sites = gpt2()
     for call in (hl.sweep, hl.attribute):
-        with pytest.raises(hl.StructureError, match=r"value.? of the same form .*h\.0"):
+        with pytest.raises(
+            hl.StructureError, match=r"clean run must have values of the same form .*h\.0"
+        ):
             call(model, ids(1, 6), sites, first_number, clean=ids(1, 5))
 
 

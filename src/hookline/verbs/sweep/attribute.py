@@ -40,7 +40,6 @@ from hookline.verbs.sweep.path_gradients import (
     PathIntegral,
     PathPoint,
     require_floating,
-    require_same_form,
 )
 from hookline.verbs.sweep.repeatable_runs import (
     has_hooks,
@@ -48,6 +47,7 @@ from hookline.verbs.sweep.repeatable_runs import (
     without_side_effects,
 )
 from hookline.verbs.sweep.rows_per_change import copy_tensors
+from hookline.verbs.sweep.site_change import require_same_form
 from hookline.verbs.sweep.sweep_results import Attribution
 
 _SEED = 0

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from hookline.engine import is_recomputing
 from hookline.engine.pytree import describe, leaves, tree
-from hookline.errors import AmbiguousError, InputError, StructureError
+from hookline.errors import AmbiguousError, InputError
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.shared.gradients import compute_gradients
 from hookline.verbs.shared.run_model import call_model, copy_inputs
 from hookline.verbs.sweep.metric import Metric, metric_number
+from hookline.verbs.sweep.site_change import require_same_form
 
 Values = Mapping[str, Any]
 
@@ -201,20 +202,6 @@ def _interpolate_to_goal(site: str, goal: Any, fraction: float, value: Any) -> A
                 " follow from it, such as the embedding."
             )
     return value
-
-
-def require_same_form(site: str, value: Any, goal: Any) -> None:
-    """Refuse a clean value of another form.
-
-    Raises:
-        StructureError: structure, shape or dtype differ.
-    """
-    difference = describe.difference(value, goal)
-    if difference:
-        raise StructureError(
-            f"the clean run must have values of the same form at {site}: {difference}."
-            "\nGive inputs of one length in `clean` and `inputs`."
-        )
 
 
 def require_floating(site: str, value: Any) -> Tensor:

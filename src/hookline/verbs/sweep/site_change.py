@@ -143,4 +143,22 @@ class CleanValuePatch:
                 f" {plural(len(calls), 'call')} in the clean run, and more in the other."
                 f"\nName one call, as in {self._where + '#0'!r}."
             )
-        return recorded_like(value, calls[number], self._where)
+        try:
+            return recorded_like(value, calls[number], self._where)
+        except StructureError:
+            require_same_form(self._where, value, calls[number])  # says it of the clean run
+            raise
+
+
+def require_same_form(site: str, value: Any, goal: Any) -> None:
+    """Refuse a clean value of another form.
+
+    Raises:
+        StructureError: structure, shape or dtype differ.
+    """
+    difference = describe.difference(value, goal)
+    if difference:
+        raise StructureError(
+            f"the clean run must have values of the same form at {site}: {difference}."
+            "\nGive `clean` and `inputs` of one shape."
+        )
