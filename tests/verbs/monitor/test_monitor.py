@@ -814,6 +814,19 @@ def test_an_unknown_place_to_write_is_refused(to):
         hl.monitor(net(), to=to)
 
 
+@pytest.mark.parametrize(
+    ("to", "fix"), [("wandb", r"wandb\.init\(\)"), ("TensorBoard", "Summ"), (["mlflow"], "mlflow")]
+)
+def test_the_name_of_a_logger_is_no_folder(to, fix, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(hl.AttachError, match=f"(?s)must be the logger itself.*Give to={fix}"):
+        hl.monitor(net(), to=to)
+    assert list(tmp_path.iterdir()) == []
+    with hl.monitor(model := net(), to="./wandb"):
+        train(model, sgd(model), 1)
+    assert hl.open("wandb").steps.tolist() == [0]
+
+
 @pytest.mark.parametrize("stats", ["mean", torch.mean, Range, [], [Range(), 1]])
 def test_what_is_no_statistic_is_refused(stats):
     with pytest.raises(hl.AttachError, match="stats= must"):

@@ -33,6 +33,9 @@ _BY_MODULE: dict[str, Callable[[Any], ReportWriter]] = {
     "mlflow": lambda _: MlflowWriter(None),
 }
 
+# Names of loggers that another argument, such as transformers' `report_to=`, takes as text.
+_BY_NAME = {"wandb": "wandb.init()", "tensorboard": "SummaryWriter('tb')", "mlflow": "mlflow"}
+
 # Endings of files that hookline does not write. Others may be those of a folder: "runs/v1.5".
 _OTHER_FILES = frozenset(
     {
@@ -58,6 +61,11 @@ def writers_for(to: Any) -> list[ReportWriter]:
 
 
 def _make_writer(to: Any) -> ReportWriter:
+    if isinstance(to, str) and to.lower() in _BY_NAME:
+        raise AttachError(
+            f"to= must be the logger itself, got its name {to!r}, which would be a folder."
+            f"\nGive to={_BY_NAME[to.lower()]}, or for a folder of this name to={'./' + to!r}."
+        )
     if isinstance(to, str | os.PathLike):
         return _make_file_writer(as_local_path(to).absolute())  # the working directory may change
     make = _find_maker(to)
