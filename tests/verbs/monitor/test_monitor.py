@@ -658,6 +658,14 @@ def test_a_scaler_is_found_and_its_scale_named():
     assert ratio.tolist() == pytest.approx([1024, 1])
 
 
+@pytest.mark.parametrize("ports", [("grad", "update"), "output"])
+def test_a_scaler_is_no_news_without_gradients_at_modules(ports, recwarn):
+    model = net()
+    with hl.monitor(model, ports=ports):
+        train_scaled(model, sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0), 2)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_a_scaler_is_found_after_steps_that_went_past_it():
     model = net()
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -35,11 +35,13 @@ class LossScale:
                 "\nLeave it out: the scaler is found at its first step."
             )
         self._scaler = None if scaler is None else weakref.ref(scaler)
+        self._left_scaled = False  # whether a gradient was measured with the scale
 
     def unscale(self, grad: Tensor) -> Tensor:
         """Return a gradient without the scale of the loss."""
         scaler = None if self._scaler is None else self._scaler()
         if scaler is None:
+            self._left_scaled = True
             return grad
         with torch.no_grad():
             scale = scaler.scale(torch.ones((), device=grad.device))
@@ -57,12 +59,17 @@ class LossScale:
                 scaler = frame.f_locals["self"]
                 if scaler.is_enabled():
                     self._scaler = weakref.ref(scaler)
-                    warn(
-                        f"hl.monitor: gradients at modules in step {step} are multiplied by"
-                        f" GradScaler's {scaler.get_scale():g}; those of later steps are unscaled."
-                        "\nGive hl.monitor(..., scaler=scaler) to unscale them from the start."
-                    )
+                    self._warn_of_scaled(scaler, step)
                 return
+
+    def _warn_of_scaled(self, scaler: Any, step: int) -> None:
+        """Warn of gradients that were measured before the scaler was known, if there are any."""
+        if self._left_scaled:  # gradients of parameters are unscaled when the optimizer steps
+            warn(
+                f"hl.monitor: gradients at modules in step {step} are multiplied by"
+                f" GradScaler's {scaler.get_scale():g}; those of later steps are unscaled."
+                "\nGive hl.monitor(..., scaler=scaler) to unscale them from the start."
+            )
 
 
 def unscale_fused(optimizer: Any, grad: Tensor) -> Tensor:
