@@ -175,6 +175,16 @@ def test_the_gradient_tells_why_a_weight_stands_still(grad, update, why):
     assert findings(sites, steps)["frozen"].why == f"1 weight so. {why}"
 
 
+def test_still_weights_of_the_optimizer_come_before_frozen_ones():
+    # A LoRA in a reentrant checkpoint behind a frozen embedding gets no gradient.
+    sites = ["embedding:value", "lora:value", "lora:update", "head:value", "head:grad"]
+    sites += ["head:update"]
+    steps = [[[1.0], [1.0], [0.0], [1.0 + k], [1.0], [0.1]] for k in range(12)]
+    frozen = findings(sites, steps)["frozen"]
+    assert (frozen.site, frozen.follows) == ("lora:value", ())
+    assert frozen.advice.endswith("checkpoints with use_reentrant=True.")
+
+
 def test_a_weight_that_other_code_writes_does_change():
     sites = ["w:value", "w:update", "teacher:value"]
     assert findings(sites, [[[1.0 + k], [0.01], [2.0 + k]] for k in range(12)]) == {}

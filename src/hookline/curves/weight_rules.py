@@ -40,7 +40,9 @@ def frozen_weights(training: TrainingNumbers) -> Iterator[Finding]:
         and n_alike[template_of(path)] >= _LEAST_SIBLINGS
         and 2 * n_still[template_of(path)] <= n_alike[template_of(path)]
     ]
-    first, *others = odd or still
+    # A weight that no optimizer has is frozen on purpose more often than one that was given to it.
+    held = [path for path in still if path in updates]
+    first, *others = odd or held or still
     step = first_step = training.steps[0]
     if first in updates:
         step = int(training.table.zero_since[updates[first]])
@@ -80,7 +82,10 @@ def _why_unchanged_and_advice(training: TrainingNumbers, path: str) -> tuple[str
     at = [k for k in training.site_indices("grad") if path_of_site(training.sites[k]) == path]
     norms = np.array(table.recent)[:, table.names.index("norm"), at]
     if np.isnan(norms).all():
-        advice = "Look whether it is used, at requires_grad, and for detach(), no_grad() and .data."
+        advice = (
+            "Look whether it is used, at requires_grad, and for detach(), no_grad(), .data and"
+            " checkpoints with use_reentrant=True."
+        )
         return f"No gradient reaches {path}.", advice
     if not np.nan_to_num(norms).any():
         advice = "Look at what uses it: a factor of 0, a dead activation, inputs of 0."

@@ -63,7 +63,10 @@ def stopped_gradient(survey: Survey) -> Iterator[Finding]:
     text = f"The gradient stops between {after.site} and {reading.site}."
     names = listed([r.site for r in stretch], 3)
     why = f"{plural(len(stretch), 'layer')} before it without one: {names}."
-    advice = "Look for detach(), no_grad(), .data, .item() or an integer operation there."
+    advice = (
+        "Look for detach(), no_grad(), .data, .item(), an integer operation or a checkpoint with"
+        " use_reentrant=True there."
+    )
     sites = later_sites(stretch, reading)
     yield Finding("cut", text, reading.site, level, "no gradient", why, advice, sites)
 
