@@ -15,7 +15,13 @@ FORMS = (
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("resnet18", ": did you mean torchvision:resnet18 or timm:resnet18?"),
+        ("resnet18", ": did you mean torchvision:resnet18, timm:resnet18 or hf:resnet18?"),
+        ("google/vit-base", ": did you mean hf:google/vit-base?"),
+        ("./nets/vit", "."),
+        (
+            "resnet18.pth",
+            ": a file of weights goes into a model: give that model's name, and weights=FILE.",
+        ),
         ("torchvison:resnet18", ": did you mean torchvision:resnet18?"),
         ("torchvision:", ": torchvision:NAME was expected."),
         ("timm", ": timm:NAME was expected."),

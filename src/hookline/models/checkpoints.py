@@ -18,7 +18,7 @@ from hookline.models.packages import error_in_short
 from hookline.util.local_paths import is_file, printable, why_no_file
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors")
+SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors")
 # A module such as os is refused in other words than a class that is not known.
 _REFUSED = re.compile(r"(?:Unsupported (?:global|class): ?\w*|unsupported GLOBAL) (\S+)")
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -53,9 +53,9 @@ def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
     if not is_file(path):
         raise ModelError(
             f"the checkpoint {printable(path)} {why_no_file(path)}.\n"
-            f"Give --weights default, none, or a file ({', '.join(_SUFFIXES)})."
+            f"Give --weights default, none, or a file ({', '.join(SUFFIXES)})."
         )
-    if path.suffix.lower() not in _SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise ModelError(
             f"the checkpoint must end in {', '.join(_TORCH_SUFFIXES)} or .safetensors, got {path}."
             "\nSave it with torch.save, or as .safetensors."

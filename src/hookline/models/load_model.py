@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hookline.errors import ModelError
-from hookline.models.checkpoints import load_state_into, read_state_dict
+from hookline.models.checkpoints import SUFFIXES, load_state_into, read_state_dict
 from hookline.models.demo import load_digits_net, preprocess_digit
 from hookline.models.from_factory import load_file_factory, load_module_factory
 from hookline.models.from_timm import load_timm
@@ -104,7 +104,13 @@ def _suggest_correction(name: str) -> str:
         return f"which function makes the model? {place or name}:FACTORY"
     if is_file(Path(name) / "config.json"):
         return f"did you mean hf:{name}?"
-    return "" if colon else f"did you mean torchvision:{name} or timm:{name}?"
+    if colon:
+        return ""
+    if name.endswith(SUFFIXES):
+        return "a file of weights goes into a model: give that model's name, and weights=FILE."
+    if "/" in name:
+        return f"did you mean hf:{name}?" * bool(_ON_HUB.fullmatch(name))
+    return f"did you mean torchvision:{name}, timm:{name} or hf:{name}?"
 
 
 def _load_demo(name: str, *, default_weights: bool) -> LoadedModel:
@@ -135,4 +141,5 @@ _LIBRARIES: dict[str, Callable[..., LoadedModel]] = {
     "hf": load_transformers,
 }
 _SCHEMES = (*_LIBRARIES, "demo")
+_ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
 _DOTTED = re.compile(r"\w+(\.\w+)*")
