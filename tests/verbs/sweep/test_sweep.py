@@ -446,6 +446,13 @@ def test_inputs_of_other_lengths_are_refused():
             call(model, ids(1, 6), sites, first_number, clean=ids(1, 5))
 
 
+@pytest.mark.parametrize("clean", [0, 0.5, None])
+def test_a_baseline_that_is_no_input_is_refused(clean):
+    for call in (hl.sweep, hl.attribute)[clean is None :]:  # a sweep needs no clean run
+        with pytest.raises(hl.InputError, match="clean must be inputs of the model, got"):
+            call(linear(), X, "0", metric, clean=clean)
+
+
 def test_a_change_of_the_shape_is_refused(left_as_found):
     model = linear()
     before = left_as_found(model)

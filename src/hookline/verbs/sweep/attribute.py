@@ -44,6 +44,7 @@ from hookline.verbs.sweep.path_gradients import (
 from hookline.verbs.sweep.repeatable_runs import (
     has_hooks,
     refuse_random,
+    require_clean_inputs,
     without_side_effects,
 )
 from hookline.verbs.sweep.rows_per_change import copy_tensors
@@ -136,6 +137,7 @@ def attribute(
         TypeError: there is no such option.
     """
     require_metric_function(metric)
+    require_clean_inputs(clean)
     each = check_each(each)
     check_option_names(attribute, options, AttributeOptions.__annotations__)
     _check_options(options)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hookline.engine import hook_dict, is_compiled, path_text, require_model
+from hookline.engine.pytree import describe
 from hookline.errors import InputError
 from hookline.verbs.shared.model_state import restore_after_run
 from hookline.verbs.shared.refused_weights import (
@@ -19,6 +20,19 @@ from hookline.verbs.shared.refused_weights import (
 )
 from hookline.verbs.sweep.agreement import is_same_number
 from hookline.verbs.sweep.metric import Metric, metric_number
+
+
+def require_clean_inputs(clean: Any) -> None:
+    """Refuse what is a baseline in other libraries, as captum's 0, and no input of a model.
+
+    Raises:
+        InputError: it is a number or None.
+    """
+    if clean is None or isinstance(clean, int | float):
+        raise InputError(
+            f"clean must be inputs of the model, got {describe.in_words(clean)}."
+            "\nGive them as the model takes them, such as torch.zeros_like(x)."
+        )
 
 
 @contextmanager

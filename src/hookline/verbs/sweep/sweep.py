@@ -34,7 +34,7 @@ from hookline.verbs.sweep.metric import (
     refuse_constant_metric,
     require_metric_function,
 )
-from hookline.verbs.sweep.repeatable_runs import without_side_effects
+from hookline.verbs.sweep.repeatable_runs import require_clean_inputs, without_side_effects
 from hookline.verbs.sweep.sweep_folder import SweepFolder, fingerprint_sweep
 from hookline.verbs.sweep.sweep_results import Sweep
 
@@ -129,6 +129,8 @@ def sweep(
         TypeError: there is no such option.
     """
     require_metric_function(metric)
+    if clean is not None:
+        require_clean_inputs(clean)
     check_option_names(sweep, options, SweepOptions.__annotations__)
     rows, to = options.get("rows", 16), options.get("to")
     check_positive_int("rows", rows, "Give rows=16.")
