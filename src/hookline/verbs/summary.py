@@ -33,6 +33,7 @@ from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.verbs.shared.failing_module import failure_text
 from hookline.verbs.shared.model_state import eval_without_side_effects
+from hookline.verbs.shared.refused_weights import execution_device
 from hookline.verbs.shared.run_model import Inputs, call_model, map_inputs, unwrap_lone_tensor
 
 
@@ -224,7 +225,8 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     table, rows = describe_modules(line, model)
     if inputs is None:
         return table
-    if any(parameter.is_meta for parameter in model.parameters()):
+    has_shapes_alone = any(parameter.is_meta for parameter in model.parameters())
+    if has_shapes_alone and execution_device(model) is None:
         inputs = map_inputs(lambda tensor: tensor.to("meta"), inputs)
     inputs = unwrap_lone_tensor(model, inputs)
     table.input_bytes = describe.n_bytes(inputs)

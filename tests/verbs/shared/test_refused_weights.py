@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import hookline as hl
 from hookline.verbs.shared.refused_weights import explain_inference_weights, refuse_meta_tensors
@@ -50,6 +53,31 @@ def test_an_offloaded_model_has_numbers_where_it_runs():
     refuse_meta_tensors("hl.cam", model, X)
     with pytest.raises(hl.InputError, match=MODEL):
         refuse_meta_tensors("hl.anatomy", model, X, refuse_offloaded=True)
+
+
+def offloaded():
+    """A model as accelerate's `cpu_offload` leaves it: weights are loaded as modules run."""
+    model = small()
+    for layer, run in ((model[0], functional.conv2d), (model[2], functional.linear)):
+        weight, bias = layer.weight.detach(), layer.bias.detach()
+        layer.to("meta").forward = partial(run, weight=weight, bias=bias)
+        layer._hf_hook = SimpleNamespace(execution_device="cpu")
+    return model
+
+
+def test_an_offloaded_model_is_summed_up_and_extracted(tmp_path):
+    model = offloaded()
+    summary = hl.summary(model, X)
+    assert (summary.failure, summary.flops) == (None, hl.summary(small(), X).flops)
+    assert torch.equal(hl.extract(model, X, "2", to=tmp_path)["2"][:], model(X))
+
+
+def test_doctor_and_anatomy_say_that_a_model_is_offloaded():
+    assert [note.about for note in hl.doctor(offloaded(), X, "0").notes if "acc" in note.what] == [
+        "offloaded"
+    ]
+    with pytest.raises(hl.InputError, match=r"accelerate has offloaded 0\.weight.*\n.*device_map"):
+        refuse_meta_tensors("hl.anatomy", offloaded(), X, refuse_offloaded=True)
 
 
 def test_data_of_shapes_alone_are_refused_by_extract(tmp_path):

@@ -21,6 +21,7 @@ from hookline.verbs.doctor.causes_of_silence import Facts, runs_differed
 from hookline.verbs.doctor.diagnosis import Note, SiteVerdict
 from hookline.verbs.doctor.observe import foreign_hooks
 from hookline.verbs.inventory import inventory
+from hookline.verbs.shared.refused_weights import execution_device
 
 _N_SHOWN = 3
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -203,7 +204,13 @@ def _modes(model: nn.Module) -> Iterator[Note]:
 def _devices_and_dtypes(model: nn.Module) -> Iterator[Note]:
     tensors = [*model.parameters(), *model.buffers()]
     devices = Counter(str(tensor.device) for tensor in tensors)
-    if "meta" in devices:
+    if "meta" in devices and execution_device(model) is not None:
+        yield Note(
+            "offloaded",
+            f"accelerate loads {plural(devices['meta'], 'tensor')} only while their modules run",
+            "record what flows through modules; the weights hold no numbers between runs",
+        )
+    elif "meta" in devices:
         yield Note(
             "meta device",
             f"{plural(devices['meta'], 'tensor')} hold shapes alone, and no numbers",

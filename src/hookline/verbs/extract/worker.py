@@ -26,6 +26,7 @@ from hookline.stores.job_manifest import Job
 from hookline.stores.shard_file import BatchRows, ColumnForm
 from hookline.verbs.extract.padding_check import PaddingCheck
 from hookline.verbs.record.partial_forward import PartialForward
+from hookline.verbs.shared.refused_weights import execution_device
 from hookline.verbs.shared.run_model import binding_error, signature_of
 
 _MOST_AHEAD = 2  # batches that wait for the device
@@ -333,5 +334,8 @@ _CPU = torch.device("cpu")
 
 def _first_parameter_device(runner: PartialForward) -> torch.device:
     """Return the device of the model's first parameter; the CPU if it has none."""
-    first = next(runner.modules[0].parameters(), None)
+    model = runner.modules[0]
+    first = next(model.parameters(), None)
+    if first is not None and first.is_meta:  # accelerate loads it as its module runs
+        return execution_device(model) or first.device
     return _CPU if first is None else first.device

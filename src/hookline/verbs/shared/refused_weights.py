@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -30,6 +31,11 @@ def refuse_meta_tensors(
         InputError: a parameter, a buffer or a tensor of the inputs is on the meta device.
     """
     name = _first_tensor_name(model, lambda tensor: tensor.is_meta)
+    if name is not None and refuse_offloaded and execution_device(model) is not None:
+        raise InputError(
+            f"{verb} reads the weights, and accelerate has offloaded {name}: it is loaded only"
+            " while its module runs.\nLoad the model without offloading: device_map='cpu'."
+        )
     if name is not None and (refuse_offloaded or not _is_offloaded(model)):
         raise InputError(
             f"{verb} must have a model with numbers, got {name} on the meta device, which holds"
@@ -49,6 +55,14 @@ def _is_offloaded(model: nn.Module) -> bool:
         hasattr(module, "_hf_hook") or hook_dict(module, "forward_pre")
         for module in model.modules()
     )
+
+
+def execution_device(model: nn.Module) -> torch.device | None:
+    """Return the device to which accelerate loads weights as modules run; None if it does not."""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    places = (getattr(hook, "execution_device", None) for hook in hooks)
+    place = next((place for place in places if place is not None), None)
+    return None if place is None else torch.device(place)
 
 
 def refuse_lazy_parameters(model: nn.Module) -> None:
