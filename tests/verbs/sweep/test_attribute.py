@@ -341,7 +341,7 @@ def test_values_that_have_no_gradient_are_refused(looped):
     ids = torch.tensor([1, 2])
     with pytest.raises(hl.InputError, match="0:input must have one floating tensor"):
         hl.attribute(model, ids, "0:input", metric, clean=ids)
-    with pytest.raises(hl.AmbiguousError):
+    with pytest.raises(hl.AmbiguousError, match=r"must run once .*\n.*#0"):
         hl.attribute(looped.eval(), torch.ones(1, 2), "block", torch.sum, clean=torch.zeros(1, 2))
     named = hl.attribute(
         looped, torch.ones(1, 2), "block#1", torch.sum, clean=torch.zeros(1, 2), check=1

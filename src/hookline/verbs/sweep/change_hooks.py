@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from hookline.engine import Line, ModuleTree, Order, Pass, Selector, Site
-from hookline.errors import InputError
+from hookline.errors import AmbiguousError, InputError
 from hookline.recordings import Recording
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.sweep.grid import GridPoint
@@ -177,6 +177,7 @@ def run_and_record(
     """Run a forward, and record the values at sites as copies.
 
     Raises:
+        AmbiguousError: a module of them runs several times.
         NotRecordedError: the model does not reach one of the sites.
     """
     line = Line(modules, name="sweep")
@@ -186,4 +187,9 @@ def run_and_record(
     for site in recording.sites:
         if str(site) not in recording:
             recording[site]  # raises an error that says why
+        if len(recording.calls(site)) > 1:
+            raise AmbiguousError(
+                f"{site} must run once in a forward, got {len(recording.calls(site))} calls."
+                f"\nName the call: {f'{site}#0'!r}."
+            )
     return output, recording
