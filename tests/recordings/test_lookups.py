@@ -151,3 +151,11 @@ def test_a_part_of_an_input_is_proposed_too():
         model(torch.zeros(2))
     with pytest.raises(hl.NotRecordedError, match=r"in its input.\nWrite 'block:input.x'"):
         run["block.x:input"]
+
+
+def test_an_operation_of_the_root_is_looked_up_as_selected():
+    model = nn.Bilinear(2, 2, 3)
+    with hl.record(model, "(root)@bilinear", ports=("output", "input")) as run:
+        output = model(torch.ones(4, 2), torch.ones(4, 2))
+    assert torch.equal(run["(root)@bilinear"], output)
+    assert "(root)@bilinear:input" in run

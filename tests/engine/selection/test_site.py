@@ -89,6 +89,8 @@ def test_the_root_is_written_so_that_it_can_be_seen():
         ([":input", "(root):input"], Site("", "input")),
         (["[0]", ":output[0]", "(root)[0]", "(root):output[0]"], Site("", leaf=(0,))),
         (["#2", "(root)#2"], Site("", call=2)),
+        (["@tanh", "(root)@tanh"], Site("@tanh")),
+        (["@tanh:input#2", "(root)@tanh:input#2"], Site("@tanh", "input", call=2)),
     ],
 )
 def test_the_root_is_read_in_every_way_and_written_in_one(written, site):
@@ -108,6 +110,7 @@ def test_a_module_called_root_in_parentheses_has_its_own_text():
         assert str(site) != str(Site("", port))
         assert parse_site(str(site)) == site
     assert parse_site("(root):input", {"", "(root)"}) == Site("(root)", "input")
+    assert parse_site("(root)@relu[0]", {"(root)@relu"}) == Site("(root)@relu", leaf=(0,))
 
 
 PATHS = ["", "a", "a.b", "a.b.c", "b", "ab", "a.1", "a.12", "layer4.1.conv2", "block2.fc"]

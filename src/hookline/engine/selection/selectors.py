@@ -258,8 +258,8 @@ def parse_site(text: str, paths: Container[str] = ()) -> Site:
 def normalize_root(text: str) -> str:
     """Write the root's sites in the form of all output; other texts stay as they are.
 
-    >>> normalize_root(""), normalize_root(":input"), normalize_root("fc")
-    ('(root)', '(root):input', 'fc')
+    >>> normalize_root(""), normalize_root(":input"), normalize_root("(root)@tanh")
+    ('(root)', '(root):input', '@tanh')
     """
     if text and not text.startswith((":", "#", "[", ROOT)):
         return text
@@ -268,7 +268,7 @@ def normalize_root(text: str) -> str:
         site = parse_site(text)
     except SelectionError:
         return text + sign + run
-    return (text if site.path else str(site)) + sign + run
+    return (text if site.path and site.path[0] != "@" else str(site)) + sign + run
 
 
 def _match_sites(
@@ -289,9 +289,7 @@ def _match_sites(
         root, ends = tree.nodes[0].module, [""]
         if ":" not in selector:  # a part's site may name a port: that of its gradient is asked for
             ends = [f":{port}" if port.startswith("grad_") else "" for port in ports]
-        sites = [
-            site for end in dict.fromkeys(ends) for site in sites_of_part(root, selector + end)
-        ]
+        sites = [s for end in dict.fromkeys(ends) for s in sites_of_part(root, selector + end)]
         return _match_sites(tree, sites, ports)
     places, query = _match_one_selector(tree, selector, ports)
     if not places:

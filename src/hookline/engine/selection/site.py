@@ -146,6 +146,8 @@ def parse_site_text(text: str, paths: Container[str] = ()) -> SiteText:
         raise _malformed_error(text, why)
     roots = {ROOT: ROOT if ROOT in paths else "", _NAMED_ROOT: ROOT}
     path = roots.get(match["path"], match["path"])
+    if path.startswith(f"{ROOT}@") and path not in paths and ROOT not in paths:
+        path = path.removeprefix(ROOT)  # the root's own operations are `@NAME`
     return SiteText(path, port, tuple(map(_leaf_key, keys)), None if call is None else int(call))
 
 
