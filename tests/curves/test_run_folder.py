@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import shutil
 import signal
 import struct
@@ -49,6 +51,16 @@ def test_an_opened_run_has_the_same_curves(tmp_path):
     assert (found.sites, found.steps.tolist()) == (seen.sites, seen.steps.tolist())
     assert found["1"].results == seen["1"].results
     assert str(found) == str(seen)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda seen: pickle.loads(pickle.dumps(seen))])
+def test_a_copy_of_an_opened_run_reads_its_folder(tmp_path, copied):
+    model = nn.Linear(2, 2)
+    with hl.monitor(model, to=tmp_path / "run") as seen:
+        model(torch.ones(1, 2))
+    made = copied(hl.open(tmp_path / "run"))
+    assert made.at(0) == seen.at(0)
+    assert made["(root)"].mean == seen["(root)"].mean
 
 
 def test_all_statistics_of_hookline_are_made_again(tmp_path):

@@ -80,6 +80,12 @@ def test_gradients_come_back_from_a_folder_and_from_pickle(twice, tmp_path):
             assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pass_is_copied_with_its_recording_alone(twice, copied):
+    with pytest.raises(TypeError, match=r"(?s)^pass 0 .*write \.passes\[0\] of the copy\.$"):
+        copied(twice.passes[0])
+
+
 def test_structured_gradients_come_back_from_a_folder(tmp_path):
     lstm = torch.nn.LSTM(3, 4)
     with hl.record(lstm, "", ports=("output", "grad_output")) as run:

@@ -280,6 +280,10 @@ class RunReader:
         self._lock = fork_safe_lock()
         self.version: str = ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the folder, which the copy reads again."""
+        return RunReader, (self._path.parent,)
+
     def read(self) -> Sequence[StepReport]:
         """Return the reports of measured steps so far, in order.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, final, overload
+from typing import Any, Never, final, overload
 
 from hookline.display.results import Printout, Result
 from hookline.display.text import plural
@@ -33,6 +33,12 @@ class PassRecord(Lookups, Result):
         self._log = log
         self._pass = current
         self._backward = backward
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            f"pass {self.number} cannot be copied or pickled alone: its values belong to its"
+            f" recording.\nCopy the recording, and write .passes[{self.number}] of the copy."
+        )
 
     @property
     def number(self) -> int:
