@@ -260,6 +260,13 @@ def test_a_loaders_batches_are_run_one_after_the_other(net):
     assert feats.cat("layer1").shape == (5, 4, 8, 8)
 
 
+def test_a_loader_in_a_progress_bar_gives_batches(net):
+    images, tqdm = torch.randn(5, 3, 8, 8), pytest.importorskip("tqdm").tqdm
+    for batches in (DataLoader(images, batch_size=2), images.split(2)):
+        feats = hl.features(net, tqdm(batches, disable=True), "stem")
+        assert torch.equal(feats.cat("stem"), torch.cat([net.stem(x) for x in images.split(2)]))
+
+
 def test_what_torch_compile_leaves_on_a_model_is_no_state(net, image):
     net._is_torch_compile, net.forward = True, net.forward
     counter = Counter(net)

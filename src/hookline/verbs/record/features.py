@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, Unpack
 
@@ -62,8 +62,8 @@ def features(
         model: the model.
         inputs: a tensor or a list, which is one argument; a tuple of arguments; a dict of keyword
             arguments; a function without arguments that runs the model somewhere inside; or a
-            `DataLoader` or an iterator that gives tensors, tuples or dicts. Give a dict that is
-            one argument as `({...},)`. A list of one tensor, as a loader gives it for
+            `DataLoader` or an iterator that gives tensors, tuples or dicts, or `tqdm` of it. Give a
+            dict that is one argument as `({...},)`. A list of one tensor, as a loader gives it for
             `TensorDataset(x)`, is this tensor, unless the model takes the list.
         selector: which sites, as in `hl.select`.
         eval: False leaves each module in its own mode.
@@ -95,7 +95,7 @@ def features(
         in_eval_mode(runner.modules) if eval else nullcontext(),
     ):
         # A module behind the last site may change what the next batch depends on.
-        if isinstance(inputs, DataLoader | Iterator) and may_keep_state(model):
+        if _gives_batches(inputs) and may_keep_state(model):
             runner.state = ModelStateTracker(model)
         for number, batch in enumerate(_batches(model, inputs)):
             missing = runner.run(batch)
@@ -113,9 +113,15 @@ def features(
     return runner.recording
 
 
+def _gives_batches(inputs: Any) -> bool:
+    """Tell whether inputs are batches: a loader, an iterator, or `tqdm` of anything iterable."""
+    wrapped = getattr(inputs, "iterable", None)  # of a progress bar, which is no iterator
+    return isinstance(inputs, DataLoader | Iterator) or isinstance(wrapped, Iterable)
+
+
 def _inputs_require_grad(inputs: Any) -> bool:
     """Tell whether autograd would follow a tensor of the inputs; those of a loader are not read."""
-    if not torch.is_grad_enabled() or isinstance(inputs, DataLoader | Iterator):
+    if not torch.is_grad_enabled() or _gives_batches(inputs):
         return False
     return any(tensor.requires_grad for _, tensor in tree.tensors(inputs))
 
@@ -127,7 +133,7 @@ def _batches(model: nn.Module, inputs: Any) -> Iterator[Any]:
             f"inputs must be batches, got a data set ({type(inputs).__name__}).\nGive"
             " torch.utils.data.DataLoader(dataset, batch_size=32)."
         )
-    if not isinstance(inputs, DataLoader | Iterator):
+    if not _gives_batches(inputs):
         yield unwrap_lone_tensor(model, inputs)
         return
     is_empty = True
