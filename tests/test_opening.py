@@ -37,6 +37,18 @@ def test_a_store_that_begins_meanwhile_is_a_store(tmp_path, monkeypatch):
     assert isinstance(hl.open(tmp_path / "s"), hl.Store)
 
 
+def test_a_run_that_begins_meanwhile_is_a_run(tmp_path, monkeypatch):
+    def size(place, name):
+        monkeypatch.undo()
+        model = nn.ReLU()
+        with hl.monitor(model, to=place.folder):
+            model(VALUES)
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr(LocalPlace, "size", size)
+    assert isinstance(hl.open(tmp_path / "run"), hl.Curves)
+
+
 def test_a_url_is_a_store():
     where = f"memory://test-opening-{os.getpid()}"
     write_store(where, {"x": VALUES})

@@ -71,6 +71,8 @@ def open(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording |
             return open_recording(place, verify=verify)
         except FolderError:
             # Its writer may have begun meanwhile; or its manifest is lost.
+            if isinstance(place, LocalPlace) and is_run(place.folder):
+                return open_run(place.folder)
             if not (_has_store_manifest(place) or _has_shards(place)):
                 _refuse_curves(place)
                 raise
@@ -103,7 +105,7 @@ def _refuse_curves(place: Place) -> None:
         )
     raise FolderError(
         f"{place} is damaged: its {FILE} must be a file that begins as that of a run.\nCopy the"
-        " folder again from a whole one."
+        " folder again from a whole one; or, if the run has only just begun, open it again."
     )
 
 
