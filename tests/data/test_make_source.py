@@ -124,6 +124,14 @@ def test_a_loader_that_shuffles_is_refused_with_the_fix():
     )
 
 
+def test_a_shuffling_loader_in_a_progress_bar_is_refused():
+    tqdm = pytest.importorskip("tqdm").tqdm
+    bar = tqdm(DataLoader(Squares(7), batch_size=3, shuffle=True), disable=True)
+    assert "got one that shuffles" in said(lambda: source_of(bar))
+    bar = tqdm(DataLoader(Squares(7), batch_size=3), disable=True)
+    assert len(run(source_of(bar), range(3))) == 3
+
+
 def test_a_loader_of_another_order_or_of_a_part_is_refused():
     items = Squares(7)
     own = BatchSampler(RandomSampler(items), 3, False)

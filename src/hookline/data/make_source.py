@@ -178,6 +178,9 @@ def _item_source(
 
 def _iterable_source(data: Iterable[Any], loading: LoadOptions) -> DataSource:
     kind = type(data).__name__
+    wrapped = getattr(data, "iterable", None)  # of a progress bar, as tqdm(loader)
+    if isinstance(wrapped, DataLoader):
+        _check_sequential_order(wrapped)
     if loading.batch_size is not None:
         raise InputError(
             f"batch_size must be left out for ready batches, got {loading.batch_size} for this"
