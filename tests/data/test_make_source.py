@@ -135,15 +135,25 @@ def test_a_shuffling_loader_in_a_progress_bar_is_refused():
 def test_a_loader_of_another_order_or_of_a_part_is_refused():
     items = Squares(7)
     own = BatchSampler(RandomSampler(items), 3, False)
+    short = BatchSampler(SequentialSampler(items), 3, True)
     for loader, got in [
         (DataLoader(items, sampler=RandomSampler(items)), "shuffles"),
         (DataLoader(items, sampler=[3, 1]), "one with a list"),
-        (DataLoader(items, batch_sampler=own), "one with a BatchSampler"),
+        (DataLoader(items, batch_sampler=own), "shuffles"),
+        (DataLoader(items, batch_sampler=short), "drop_last=True"),
         (DataLoader(items, sampler=SequentialSampler(range(3))), "got 3 of 7 items"),
         (DataLoader(items, batch_size=2, drop_last=True), "drop_last=True"),
         (DataLoader(Counting(5), batch_size=2, drop_last=True), "drop_last=True"),
     ]:
         assert got in said(lambda loader=loader: source_of(loader))
+
+
+def test_a_loader_of_batches_in_order_is_run_as_it_is():
+    items = Squares(7)
+    in_order = BatchSampler(SequentialSampler(items), 3, False)
+    loader = DataLoader(items, batch_sampler=in_order)
+    batches = run(source_of(loader), range(3))
+    assert [batch.items for batch in batches] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_a_loader_and_another_batch_size_are_refused():

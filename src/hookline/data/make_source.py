@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -220,8 +221,11 @@ def _loader_source(loader: DataLoader[Any], loading: LoadOptions) -> DataSource:
 def _check_sequential_order(loader: DataLoader[Any]) -> None:
     is_iterable = isinstance(loader.dataset, IterableDataset)
     order: Any = loader.sampler
+    drops_last = loader.drop_last
     if loader.batch_size is None and loader.batch_sampler is not None:
         order = loader.batch_sampler
+        if type(order) is BatchSampler:  # as of a loader that accelerate has prepared
+            order, drops_last = order.sampler, order.drop_last
     if not is_iterable and type(order) is not SequentialSampler:
         name = type(order).__name__
         what = "that shuffles" if name == "RandomSampler" else f"with a {name}"
@@ -229,7 +233,7 @@ def _check_sequential_order(loader: DataLoader[Any]) -> None:
     elif not is_iterable and len(order) != len(loader.dataset):  # type: ignore[arg-type]
         n_items = len(loader.dataset)  # type: ignore[arg-type]
         expected = f"of its whole data set, got {len(order)} of {n_items} items"
-    elif loader.drop_last:
+    elif drops_last:
         expected = "that keeps its last batch, got one with drop_last=True"
     else:
         return
