@@ -49,8 +49,10 @@ class OverwrittenError(HooklineError, RuntimeError):
     """A recorded tensor was changed in place after it was recorded."""
 
 
-class StructureError(HooklineError, TypeError):
+class StructureError(HooklineError, ValueError):
     """A value does not have the structure, shape, dtype or device that its use requires."""
+
+    # No TypeError: Python takes one in `x + y` for an unsupported operand, and hides it.
 
 
 class AttachError(HooklineError, RuntimeError):

@@ -291,6 +291,51 @@ def test_an_earlier_hook_that_raises_turns_no_other_mode_off(net, x):
         assert n_modes() == 1
 
 
+class Operators(nn.Module):
+    """Python tries another operator, or compares identities, where one raises a TypeError."""
+
+    def forward(self, x):
+        y = x * 1
+        y += 1
+        return torch.where(torch.as_tensor(y == 2), y, -y)
+
+
+@pytest.mark.parametrize("name", ["mul", "add_", "eq"])
+def test_an_error_in_an_operator_is_not_hidden(name):
+    operators = Operators()
+    with hl.edit(operators, f"@{name}", lambda t: t[:1]), pytest.raises(hl.StructureError):
+        operators(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("name", ["mul", "add_", "eq"])
+def test_a_type_error_in_an_operator_is_not_hidden(name):
+    def fails(value):
+        raise TypeError("it fails")
+
+    operators = Operators()
+    for line in (
+        hl.edit(operators, f"@{name}", fails),
+        hl.record(operators, f"@{name}:input", keep=fails),
+    ):
+        with line, pytest.raises(hl.AttachError, match=rf"@{name}\S* raised TypeError: it fails"):
+            operators(torch.ones(2, 3))
+
+
+def test_an_operator_of_another_class_is_still_tried():
+    class Offset:
+        def __radd__(self, tensor):
+            return tensor.add(2)
+
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x + Offset()
+
+    adds = Adds()
+    with hl.record(adds, "@add") as run:
+        assert torch.equal(adds(torch.ones(2)), torch.full((2,), 3.0))
+    assert torch.equal(run["@add"], torch.full((2,), 3.0))
+
+
 def test_copies_of_a_model_with_hooks_are_bare(net, x):
     bare = net(x)
     with hl.edit(net, ["blocks.*@tanh", "@gelu"], lambda value: value * 0):

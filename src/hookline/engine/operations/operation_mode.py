@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from hookline.display.text import first_line
 from hookline.engine.function_names import Function, functions_by_name
 from hookline.engine.operations.attention_parts import (
     MULTIHEAD,
@@ -29,7 +30,11 @@ from hookline.engine.torch_private.graph.function_modes import (
     n_modes,
     pop_if_innermost,
 )
+from hookline.errors import AttachError
 from hookline.util.weak_map import WeakIdentityMap
+
+# What the note begins with that an error of a hook gets; the site follows.
+NOTE_OF_HOOK = "hookline: raised by the hook at "
 
 
 @final
@@ -133,7 +138,13 @@ class OperationMode(OwnMode):
         is_watched = call is not None or (self.attention.parts and hides_attention(func))
         if not is_watched or not self._own.is_own(sys._getframe(1)):
             return func(*args, **kwargs)
-        return self.attention.refuse(func) if call is None else call.call(args, kwargs)
+        if call is None:
+            return self.attention.refuse(func)
+        try:
+            return call.call(args, kwargs)
+        except TypeError as error:
+            _raise_from_hook(error)
+            raise
 
     def _call_in_graph(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function while the call is compiled."""
@@ -165,6 +176,24 @@ class OperationMode(OwnMode):
             return next(key for key, other in self.in_graph.items() if other is call)
         name = method_name_for_dynamo(func)
         return f".{name}" if name else ""
+
+
+def _raise_from_hook(error: TypeError) -> None:
+    """Raise an error of a hook as one that an operator of Python lets through.
+
+    In `x += y`, Python takes a TypeError for an unsupported operand, and computes `x + y`, without
+    the hook; `x == y` is then False.
+
+    Raises:
+        AttachError: the error is of a hook, not of torch's function.
+    """
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(NOTE_OF_HOOK)]
+    if notes:
+        raise AttachError(
+            f"a function at {notes[0].removeprefix(NOTE_OF_HOOK).partition(' ')[0]} raised"
+            f" TypeError: {first_line(error)}"
+            "\nMend the function. Python would hide a TypeError in an operator, such as x + y."
+        ) from error
 
 
 @final

@@ -28,7 +28,7 @@ from hookline.engine.compile.graph_capture import (
 )
 from hookline.engine.compile.guards import unmark_copied_module
 from hookline.engine.operations.attention_parts import is_computing_for_readers
-from hookline.engine.operations.operation_mode import drop_leftover_modes
+from hookline.engine.operations.operation_mode import NOTE_OF_HOOK, drop_leftover_modes
 from hookline.engine.passes.modes import refuse_tracing
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import describe, leaves, tree
@@ -308,7 +308,7 @@ class Tap(HookOwner):
         site, note = self.site, ""
         if site.port in ("input", "output") and not site.leaf:
             note = _structure_note(site, error, value)
-        error.add_note(f"hookline: raised by the hook at {site} ({site.module_type}){note}")
+        error.add_note(f"{NOTE_OF_HOOK}{site} ({site.module_type}){note}")
 
     @property
     def may_stay_silent(self) -> bool:
