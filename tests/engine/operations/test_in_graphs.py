@@ -171,3 +171,26 @@ def test_a_compiled_attention_itself_makes_each_call_once(backend, way):
         for site in sites:
             (value,) = run.calls(site)
             assert torch.equal(value, eager[site]), site
+
+
+class Loop(nn.Module):
+    """Dynamo gives up on it, and then compiles what its eager code calls, each by itself."""
+
+    def forward(self, x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = x.sin() + x.cos()
+        return x.exp()
+
+
+def test_code_that_dynamo_gives_up_on_calls_its_own_functions():
+    loop, x = Loop(), torch.randn(2, 3)
+    compiled = torch.compile(loop, backend="eager")
+    expected = loop(x)
+    with hl.record(loop, ["@cos", "@exp"]) as run:
+        assert torch.equal(compiled(x), expected)
+    assert torch.equal(run["@exp"], expected)
+    assert len(run.calls("@cos")) == 2
+    with hl.edit(loop, "@exp", hl.edits.scale(2.0)):
+        assert torch.equal(compiled(x), expected * 2)
+    assert torch.equal(compiled(x), expected)

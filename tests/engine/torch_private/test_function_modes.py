@@ -261,3 +261,23 @@ def test_a_program_of_export_is_told_from_a_traced_module():
     assert internals.is_exported(torch.export.export(Adds(), (x,)).module())
     assert not internals.is_exported(torch.fx.symbolic_trace(Adds()))
     assert not internals.is_exported(Adds())
+
+
+# -- code that is compiled by itself ---------------------------------------------------------------
+
+
+@pytest.mark.compiles
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_function_is_compiled_as_a_part_and_not_by_itself():
+    @internals.run_eagerly_by_itself
+    def is_compiled():
+        return torch.compiler.is_dynamo_compiling()
+
+    def gives_up(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return is_compiled()
+
+    x = torch.ones(2)
+    assert not torch.compile(gives_up, backend="eager")(x)
+    assert torch.compile(lambda x: x + is_compiled(), backend="eager", fullgraph=True)(x)[0] == 2

@@ -29,6 +29,7 @@ from hookline.engine.torch_private.graph.function_modes import (
     method_name_for_dynamo,
     n_modes,
     pop_if_innermost,
+    run_eagerly_by_itself,
 )
 from hookline.errors import AttachError
 from hookline.util.weak_map import WeakIdentityMap
@@ -129,6 +130,7 @@ class OperationMode(OwnMode):
             copy = self._copies[function] = operation.with_function(function)
         return copy
 
+    @run_eagerly_by_itself
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, through its operation if the module itself calls it."""
         kwargs = {} if kwargs is None else kwargs

@@ -31,9 +31,23 @@ _pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 _not_overridden: Any = torch._C._disabled_torch_function_impl  # of parameters, for example
 
 
+def run_eagerly_by_itself(method: Callable[..., Any]) -> Any:
+    """Mark a method that dynamo compiles only as part of code that calls it, not by itself.
+
+    Called from eager code, it runs with all that it calls as it is written. Dynamo would compile it
+    there, where it has given up on the caller, as on one with an `nn.LSTM`. It does not look which
+    function a mode is given, and would call the one of an earlier time.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
+    return method
+
+
 class OwnMode(TorchFunctionMode):
     """A function mode of hookline: it hands on each call as it is, unless a subclass says else."""
 
+    @run_eagerly_by_itself
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         return func(*args, **({} if kwargs is None else kwargs))
