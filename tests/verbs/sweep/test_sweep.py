@@ -1236,6 +1236,44 @@ def test_what_hooks_collect_inside_a_module_is_not_left_out(rows, lazy, left_as_
     assert len(model(X)["collected"]) == 3
 
 
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.linear(x).tanh()
+
+
+class Repeated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block = nn.Linear(4, 4), Residual()
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = self.block(x)
+        return x
+
+
+@pytest.mark.parametrize("edited", ["block.linear#0", "block@add#0"])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_the_calls_that_an_edit_around_the_sweep_counts_are_run(rows, edited):
+    model, edits = Repeated().eval(), [hl.edits.scale(factor) for factor in (0.0, 0.5, 2.0)]
+    changes = [
+        (f"{site} {n}", {site: edit})
+        for site in ("first", "block#2", "block:input#2")
+        for n, edit in enumerate(edits)
+    ]
+    with hl.edit(model, edited, hl.edits.add(1.0)):
+        sweep = hl.sweep(model, X, changes, lambda out: out[0, 0], rows=rows)
+        for (label, change), value in zip(changes, sweep.values, strict=True):
+            with hl.edit(model, change):
+                assert value == pytest.approx(model(X)[0, 0].item(), abs=1e-6), label
+
+
 class SeesRows(nn.Module):
     """A net whose rows see one another, with a class that is masked."""
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 
 from hookline.display.text import listed
-from hookline.engine import ModuleTree, foreign_hooks, is_scripted, parse_site
+from hookline.engine import ModuleTree, hooked_operations_on, is_scripted, parse_site
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError
 from hookline.verbs.record.model_state_tracker import ModelStateTracker, may_keep_state
@@ -34,7 +34,7 @@ from hookline.verbs.sweep.rows_per_change import (
     split_output,
 )
 from hookline.verbs.sweep.sweep_folder import Results
-from hookline.verbs.sweep.tape import Tape
+from hookline.verbs.sweep.tape import Tape, has_active_hooks
 
 _FEWEST = 4  # changes; for fewer, the recorded and the checked runs cost more than they save
 # Changes at several sites share a forward if it stays small: the values at a site fit a cache of
@@ -440,7 +440,8 @@ def _modules_around(modules: ModuleTree, sites: Sequence[str]) -> list[tuple[str
     hooked.
     """
     entered: set[int] = set()
-    waiting = [node.parent for node in modules.nodes if foreign_hooks(node.module)]
+    waiting = [node.parent for node in modules.nodes if has_active_hooks(node.module)]
+    waiting += [node for node in modules.nodes if hooked_operations_on(node.module)]
     for site in sites:
         path = parse_site(site, modules.by_path).path
         changed = modules.by_path.get(path)

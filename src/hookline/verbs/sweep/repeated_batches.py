@@ -98,7 +98,7 @@ class RepeatedBatches:
         if not self.reuses or (batch.tape is None and batch.n_tries):
             yield
         elif batch.tape is None:
-            forms = Tape(self._named_modules)
+            forms = Tape(self._named_modules, self.tape.hooked)
             with forms.record_calls(kept=()):
                 yield
             size = batch_size(self._inputs) or 0
@@ -110,7 +110,7 @@ class RepeatedBatches:
 
     def _record_tape(self, inputs: Any) -> Tape | None:
         """Return the tape of a run on inputs; None if it makes other calls."""
-        tape = Tape(self._named_modules)
+        tape = Tape(self._named_modules, self.tape.hooked)
         with tape.record_calls(kept=self._kept, copied=self._written):
             self._forward(inputs)
         return tape if tape.has_same_calls(self.tape) else None

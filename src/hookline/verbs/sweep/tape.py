@@ -18,7 +18,14 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import Site, foreign_hooks, has_numbers, is_in_dual_level, is_wrapped
+from hookline.engine import (
+    Site,
+    has_numbers,
+    hook_dict,
+    hooked_operations_on,
+    is_in_dual_level,
+    is_wrapped,
+)
 from hookline.engine.pytree import tree
 from hookline.verbs.shared.model_state import tensor_version
 from hookline.verbs.sweep.rows_per_change import NoRowsError, repeated_dim
@@ -63,17 +70,20 @@ class Tape:
 
     Args:
         modules: the modules of the model, each with its path; the root first.
+        hooked: as the attribute; None for those that have such hooks now.
 
     Attributes:
+        hooked: the ids of the modules around hooks that do more than read. Their own forward runs,
+            because a hook there may collect what the model returns, or count the calls.
         calls: the calls, in the order of their beginnings.
         unseen: the numbers of the calls to whose outputs the run has written without a new version.
     """
 
-    def __init__(self, modules: NamedModules) -> None:
+    def __init__(self, modules: NamedModules, hooked: set[int] | None = None) -> None:
         self._named_modules = modules
-        # Their own modules run, because a hook there may collect what the model returns.
-        self._hooked: set[int] = set()
-        _is_hooked(modules[0][1], self._hooked)
+        self.hooked: set[int] = set() if hooked is None else hooked
+        if hooked is None:
+            _is_hooked(modules[0][1], self.hooked)
         self.calls: list[RecordedCall] = []
         self.unseen: set[int] = set()
         self._stack: list[RecordedCall] = []
@@ -271,7 +281,7 @@ class Tape:
         return call is not None
 
     def _is_skippable(self, call: RecordedCall, time: int) -> bool:
-        return call.has_ended(time) and id(call.module) not in self._hooked
+        return call.has_ended(time) and id(call.module) not in self.hooked
 
     # -- replaying -------------------------------------------------------------------------------
 
@@ -373,17 +383,26 @@ def replace_forwards(modules: Iterable[nn.Module], answer: Answer) -> Iterator[N
         _running.reset(token)
 
 
+def has_active_hooks(module: nn.Module) -> bool:
+    """Tell whether a module has hooks around its forward that do more than read values."""
+    return any(
+        getattr(getattr(hook, "__self__", None), "changes_values", True)
+        for kind in ("forward_pre", "forward")
+        for hook in list(hook_dict(module, kind).values())
+    )
+
+
 def _is_hooked(module: nn.Module, around: set[int]) -> bool:
-    """Tell whether a module, or one inside, has hooks that are not hookline's.
+    """Tell whether a module, or one inside, has hooks that do more than read values.
 
     Args:
         module: the module.
-        around: gets the ids of the modules around such modules.
+        around: gets the ids of the modules around such modules and operations.
     """
     are_hooked = [_is_hooked(inner, around) for inner in module.children()]
-    if any(are_hooked):
+    if any(are_hooked) or any(map(has_active_hooks, hooked_operations_on(module))):
         around.add(id(module))
-    return id(module) in around or bool(foreign_hooks(module))
+    return id(module) in around or has_active_hooks(module)
 
 
 def _repeat_tensor(
