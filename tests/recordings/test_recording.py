@@ -56,6 +56,19 @@ def test_a_call_that_does_not_exist_says_how_many_there_are(thrice):
         thrice["block#3"]
 
 
+def test_a_call_that_no_gradient_reached_is_not_said_to_have_one():
+    class Cut(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.detach())
+
+    net = nn.Sequential(layer := Cut(3, 3), layer)
+    with hl.record(net, "0", ports="grad_output") as run:
+        net(torch.ones(1, 3)).sum().backward()
+    assert run["0:grad_output#1"].tolist() == [[1, 1, 1]]
+    with pytest.raises(hl.NotRecordedError, match=r"no value of call #0: it has those of #1\.\n"):
+        run["0:grad_output#0"]
+
+
 def test_several_passes_are_kept_apart(net, image):
     with hl.record(net, "fc") as run:
         results = [net(image), net(image * 2)]

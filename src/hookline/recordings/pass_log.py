@@ -382,8 +382,15 @@ class Log:
                 f" backward {parsed_key.backward} of {n_backwards}.\nWrite"
                 f" run.passes[{passes[0].number}].backwards for those that ran."
             )
-        site, last = self.sites[parsed_key.number], max(entry.call or 0 for entry in entries)
+        numbers = sorted({entry.call or 0 for entry in entries})
+        site, last = self.sites[parsed_key.number], numbers[-1]
         where = f"in pass {passes[0].number}" if len(passes) == 1 else "at most in a pass"
+        if parsed_key.call is not None and 0 <= parsed_key.call < last:  # as without a gradient
+            kept = ", ".join(f"#{number}" for number in numbers[:5]) + ", …" * (len(numbers) > 5)
+            return (
+                f"{site} has no value of call #{parsed_key.call}: it has those of {kept}."
+                f"\nThe last one is {f'{site}#{last}'!r}."
+            )
         calls = f"its calls are #0 to #{last}" if last else "its only call is #0"
         times = f"{last + 1} times" if last else "once"
         return (
