@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.curves.downsampled_table import DownsampledTable
 from hookline.curves.findings import judge_steps
 from monitor_runs import layout_of, report_of
 
@@ -72,6 +73,17 @@ def test_a_jump_that_grows_over_steps_is_no_single_batch():
     finding = findings(["a"], [[[k]] for k in [1.0] * 14 + [4.0, 20.0] + [1.0] * 8])["jump"]
     assert "It is over after a few steps. " in f"{finding.why} "
     assert finding.advice.startswith("It grows over several steps")
+
+
+def test_many_sites_that_jump_are_judged_from_one_table(monkeypatch):
+    layout = layout_of([f"m{k}" for k in range(8)])
+    steps = [[[1.0]] * 8] * 50 + [[[1e3]] * 8] * 14
+    reports = [report_of(k, layout, row, 0.0) for k, row in enumerate(steps)]
+    table = DownsampledTable(32)  # each column stands for two steps
+    table.add(reports)
+    monkeypatch.setattr(DownsampledTable, "add", None)
+    jump = next(finding for finding in judge_steps(reports, table=table))
+    assert (jump.kind, jump.site, jump.step, len(jump.follows)) == ("jump", "m0", 50, 7)
 
 
 @pytest.mark.parametrize(("name", "level"), [("experts", "note"), ("blocks", "warning")])

@@ -232,7 +232,7 @@ class _LayoutNumbers:
 
     def names_and_numbers(self, block: Sequence[StepReport]) -> tuple[list[str], Array]:
         """Return the names of the numbers, and the numbers, of shape [reports, names, sites]."""
-        others = {k: _numbers_of_site(self.layout, block, site) for k, site in self._others}
+        others = {k: numbers_at_reports(block, site) for k, site in self._others}
         names = [*OF_MOMENTS, *["ratio"] * bool(self._updates)] if len(self._at) else []
         names = list(dict.fromkeys([*names, *itertools.chain.from_iterable(others.values())]))
         numbers = np.full((len(block), len(names), len(self.sites)), np.nan)
@@ -289,8 +289,9 @@ def _results_of_working_statistics(layout: Layout, site: str, report: StepReport
         return layout.results(site, report.slots, None, is_lenient=True)
 
 
-def _numbers_of_site(layout: Layout, block: Sequence[StepReport], site: str) -> dict[str, Array]:
-    """Return the single numbers of a site by name, one for each report."""
+def numbers_at_reports(block: Sequence[StepReport], site: str) -> dict[str, Array]:
+    """Return the single numbers of a site by name, one for each report of one layout."""
+    layout = block[0].layout
     columns: dict[str, Array] = {}
     if has_numbers_functions(layout, site):
         entries = layout.by_site[site]

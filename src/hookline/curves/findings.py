@@ -222,7 +222,9 @@ def _jump_onsets(training: TrainingNumbers) -> list[Onset]:
         is_jump = (greatest > _JUMP * base) & (base > 0)
     is_jump[:_WARM_UP] = False
     is_jump &= ~_have_usual_rms(training, greatest.shape)
-    onsets, gradients = [], training.site_indices("grad")
+    gradients = training.site_indices("grad")
+    n_grown = (greatest[:, gradients] > BEGUN * base[:, gradients]).sum(axis=1)
+    onsets = []
     for k in np.flatnonzero(is_jump.any(axis=0)):
         column = int(np.argmax(is_jump[:, k]))
         usual = float(base[column, k])
@@ -231,11 +233,8 @@ def _jump_onsets(training: TrainingNumbers) -> list[Onset]:
         is_over = bool(len(later)) and bool((later < BEGUN * usual).all())
         factor = float(greatest[column, k]) / usual
         onset = training.find_onset(int(k), begun[0], factor, usual)
-        others = [
-            j for j in gradients if path_of_site(training.sites[j]) != path_of_site(onset.site)
-        ]
-        has_company = (greatest[begun[0], others] > BEGUN * base[begun[0], others]).any()
-        is_sudden, is_alone = begun[0] == column, not has_company
+        is_sudden = begun[0] == column
+        is_alone = onset.port == "grad" and int(n_grown[begun[0]]) == 1
         onsets.append(replace(onset, is_over=is_over, is_sudden=is_sudden, is_alone=is_alone))
     return sorted(onsets, key=lambda onset: onset.time)
 

@@ -11,10 +11,10 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves.downsampled_table import DownsampledTable
+from hookline.curves.downsampled_table import DownsampledTable, numbers_at_reports
 from hookline.curves.ports import STAGES, path_and_port
-from hookline.curves.slot_layout import NO_TURN
-from hookline.curves.step_reports import StepReport
+from hookline.curves.slot_layout import NO_TURN, Layout
+from hookline.curves.step_reports import StepReport, split_by_layout
 from hookline.engine import ROOT
 
 _WEIGHT_PORTS = ("value", "update", "grad")
@@ -67,6 +67,7 @@ class TrainingNumbers:
         self.table = _make_table(reports) if table is None else table
         self.sites = self.table.sites
         self.steps = [column.first for column in self.table.columns]
+        self._layout_rows: tuple[Layout | None, dict[str, int]] = (None, {})
         self.is_harmless = self._find_harmless_non_finite()
 
     @property
@@ -145,18 +146,39 @@ class TrainingNumbers:
 
     def find_onset(self, site_index: int, column: int, factor: float, usual: float = 0.0) -> Onset:
         """Return the onset of a site in a column: its first step far above its usual norm."""
-        span, site = self.table.columns[column], self.sites[site_index]
-        reports = self.reports[span.index - span.n_reports + 1 : span.index + 1]
+        reports, site = self._reports_of_column(column), self.sites[site_index]
         first = 0 if len(reports) == 1 else int(np.argmax(_norms(reports, site) > BEGUN * usual))
-        stage = STAGES[path_and_port(site)[1]]
-        turn = _firing_turn(reports[first], site, site_index)
-        return Onset(reports[first].step, stage, turn, site, factor, usual=usual)
+        return self._onset_at_report(reports[first], site_index, factor, usual)
 
     def onset_at_step(self, site_index: int, step: int) -> Onset:
         """Return the onset of a site at a step."""
         columns = self.table.columns
         column = next((c for c, span in enumerate(columns) if step <= span.last), len(columns) - 1)
-        return replace(self.find_onset(site_index, column, math.nan), step=step, usual=math.nan)
+        reports = self._reports_of_column(column)
+        report = next((report for report in reports if report.step == step), reports[0])
+        return replace(self._onset_at_report(report, site_index, math.nan, math.nan), step=step)
+
+    def _reports_of_column(self, column: int) -> Sequence[StepReport]:
+        span = self.table.columns[column]
+        return self.reports[span.index - span.n_reports + 1 : span.index + 1]
+
+    def _onset_at_report(
+        self, report: StepReport, site_index: int, factor: float, usual: float
+    ) -> Onset:
+        site = self.sites[site_index]
+        stage, turn = STAGES[path_and_port(site)[1]], self._firing_turn(report, site, site_index)
+        return Onset(report.step, stage, turn, site, factor, usual=usual)
+
+    def _firing_turn(self, report: StepReport, site: str, default: int) -> int:
+        """Return the turn of a site in a step; that of its registration if not known."""
+        if report.order is None:
+            return default
+        if self._layout_rows[0] is not report.layout:
+            rows = {name: row for row, name in enumerate(report.layout.by_site)}
+            self._layout_rows = report.layout, rows
+        row = self._layout_rows[1].get(site)
+        turn = NO_TURN if row is None else int(report.order[row])
+        return default if turn == NO_TURN else turn
 
 
 def _make_table(reports: Sequence[StepReport]) -> DownsampledTable:
@@ -167,20 +189,12 @@ def _make_table(reports: Sequence[StepReport]) -> DownsampledTable:
 
 def _norms(reports: Sequence[StepReport], site: str) -> Array:
     """Return the norms of a site by report; NaN without them."""
-    table = _make_table(reports)
-    if site not in table.sites or "norm" not in table.names:
-        return np.full(len(reports), np.nan)
-    norms: Array = table.last_min_max("norm")[0][:, table.sites.index(site)]
-    return norms
-
-
-def _firing_turn(report: StepReport, site: str, default: int) -> int:
-    """Return the turn of a site among those of its step; that of its registration if not known."""
-    sites = list(report.layout.by_site)
-    if report.order is None or site not in report.layout.by_site:
-        return default
-    turn = int(report.order[sites.index(site)])
-    return default if turn == NO_TURN else turn
+    return np.concatenate(
+        [
+            numbers_at_reports(block, site).get("norm", np.full(len(block), np.nan))
+            for block in split_by_layout(reports, len(reports))
+        ]
+    )
 
 
 def path_of_site(site: str) -> str:
