@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.curves import RunReader
+from hookline.curves import RunReader, downsampled_table
 from hookline.curves.downsampled_table import DownsampledTable
 from monitor_runs import layout_of, report_of
 
@@ -133,3 +133,22 @@ def test_more_steps_than_columns_keep_every_extreme(n_steps):
     )
     whole = table_of(reports, 8)
     np.testing.assert_array_equal(whole.last_min_max("mean"), table.last_min_max("mean"))
+
+
+@pytest.mark.parametrize("n_sites", [1, 3])
+def test_of_more_sites_there_are_fewer_columns(monkeypatch, n_sites):
+    monkeypatch.setattr(downsampled_table, "_LEAST_COLUMNS", 2)
+    monkeypatch.setattr(downsampled_table, "_MOST_CELLS", 9)
+    early, late = layout_of(["a"]), layout_of(["a", "b", "c"][:n_sites])
+    numbers = np.arange(20.0)
+    reports = [report_of(k, early, [[number]], 0.0) for k, number in enumerate(numbers[:13])]
+    table = table_of(reports)
+    assert [span.n_reports for span in table.columns] == [2, 2, 2, 2, 2, 2, 1]
+    later = [report_of(k, late, [[float(k)]] * n_sites, 0.0) for k in range(13, 20)]
+    table.add(later)
+    spans = [(span.first, span.last, span.index, span.n_reports) for span in table.columns]
+    assert len(spans) <= 9 // n_sites
+    assert [first for first, *_ in spans] == [*range(0, 20, table.stride)]
+    assert spans[-1][1:3] == (19, 19)
+    assert table.last_min_max("mean")[1, :, 0].tolist() == [first for first, *_ in spans]
+    assert table.last_min_max("mean")[2, :, 0].tolist() == [last for _, last, *_ in spans]

@@ -30,7 +30,10 @@ from hookline.statistics.moments import MomentsStatistic
 
 MOST_COLUMNS = 512
 RECENT = 10  # the reports that findings look back on
+_LEAST_COLUMNS = 64  # that findings need, however many sites there are
+_MOST_CELLS = 2**22  # of columns and sites, beyond which there are fewer columns
 _BLOCK = 64  # reports that are read at once
+_BLOCK_CELLS = 2**20  # of reports and sites that are read at once
 _N_SLOTS = 8
 _N_SUMS = 6
 _LARGEST = float(np.finfo(np.float32).max)
@@ -54,8 +57,8 @@ class DownsampledTable:
     """The numbers of a run, which grow by reports.
 
     Args:
-        most: the greatest number of columns, an even number. When they are full, each two become
-            one.
+        most: the greatest number of columns. When they are full, each two become one. Of many
+            sites there are fewer, so that the memory stays bounded.
 
     Attributes:
         sites: the sites in the order of registration; a later one is appended.
@@ -78,7 +81,7 @@ class DownsampledTable:
         self.n_reports: int = 0
         self._most = most
         # The last, least and greatest numbers, of shape [3, columns, names, sites].
-        self._numbers: Array = np.empty((3, most, 0, 0), np.float32)
+        self._numbers: Array = np.empty((3, 0, 0, 0), np.float32)
         self.now: Array = np.empty((0, 0), np.float32)
         self.non_finite_since: Array = np.empty(0, np.int64)
         self.bad_turn: Array = np.empty(0, np.int64)
@@ -90,7 +93,8 @@ class DownsampledTable:
 
     def add(self, reports: Sequence[StepReport]) -> None:
         """Add reports that follow those that are here."""
-        for block in split_by_layout(reports, _BLOCK):
+        n_sites = len(reports[-1].layout.by_site) if reports else 0
+        for block in split_by_layout(reports, min(_BLOCK, _BLOCK_CELLS // (n_sites + 1) + 1)):
             self._add_block(block)
 
     def last_min_max(self, name: str, start: int = 0) -> Array:
@@ -130,8 +134,11 @@ class DownsampledTable:
         for site in new_sites:
             self._site_of[site] = len(self.sites)
             self.sites.append(site)
+        while len(self.columns) > self._most_columns():
+            self._merge_column_pairs()
         grown = ((0, len(new_names)), (0, len(new_sites)))
-        self._numbers = np.pad(self._numbers, ((0, 0), (0, 0), *grown), constant_values=np.nan)
+        used = self._numbers[:, : len(self.columns)]
+        self._numbers = np.pad(used, ((0, 0), (0, 0), *grown), constant_values=np.nan)
         self.now = np.pad(self.now, grown, constant_values=np.nan)
         self.recent = deque(
             (np.pad(row, grown, constant_values=np.nan) for row in self.recent), RECENT
@@ -142,10 +149,13 @@ class DownsampledTable:
         self.zero_since = np.pad(self.zero_since, grown[1])
 
     def _add_row(self, step: int, row: Array) -> None:
-        columns = self.columns
+        columns, most = self.columns, self._most_columns()
+        if len(columns) >= most and columns[-1].n_reports == self.stride:
+            self._merge_column_pairs()
         if not columns or columns[-1].n_reports == self.stride:
-            if len(columns) == self._most:
-                self._merge_column_pairs()
+            if len(columns) == self._numbers.shape[1]:
+                n_more = min(max(len(columns), _LEAST_COLUMNS), most - len(columns))
+                self._numbers = np.pad(self._numbers, ((0, 0), (0, n_more), (0, 0), (0, 0)))
             self._numbers[:, len(columns)] = row
             columns.append(StepSpan(step, step, self.n_reports))
         else:
@@ -179,17 +189,25 @@ class DownsampledTable:
             self.n_zero[share == 1] += 1
             self.n_zero[share < 1] = 0
 
+    def _most_columns(self) -> int:
+        """Return how many columns there may be, of the sites so far."""
+        return min(self._most, max(_LEAST_COLUMNS, _MOST_CELLS // max(len(self.sites), 1)))
+
     def _merge_column_pairs(self) -> None:
-        """Join each two columns."""
-        half = self._most // 2
-        earlier, later = self._numbers[:, ::2].copy(), self._numbers[:, 1::2].copy()
+        """Join each two columns; a last one without another stays."""
+        n_columns, half = len(self.columns), len(self.columns) // 2
+        alone = self._numbers[:, 2 * half : n_columns].copy()
+        earlier = self._numbers[:, : 2 * half : 2].copy()
+        later = self._numbers[:, 1 : 2 * half : 2].copy()
         self._numbers[0, :half] = np.where(np.isnan(later[0]), earlier[0], later[0])
         self._numbers[1, :half] = np.fmin(earlier[1], later[1])
         self._numbers[2, :half] = np.fmax(earlier[2], later[2])
-        pairs = zip(self.columns[::2], self.columns[1::2], strict=True)
+        self._numbers[:, half : n_columns - half] = alone
         self.columns[:] = [
-            StepSpan(first.first, last.last, last.index, first.n_reports + last.n_reports)
-            for first, last in pairs
+            StepSpan(
+                pair[0].first, pair[-1].last, pair[-1].index, sum(span.n_reports for span in pair)
+            )
+            for pair in (self.columns[k : k + 2] for k in range(0, n_columns, 2))
         ]
         self.stride *= 2
 
