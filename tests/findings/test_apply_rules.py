@@ -12,7 +12,8 @@ from torch import nn
 
 import hookline as hl
 from healthy_models import FAMILIES, VARIANTS, healthy_run, plain
-from hookline.findings.survey import template_of
+from hookline.findings.forward_rules import never_called
+from hookline.findings.survey import Survey, template_of
 from hookline.findings.tensor_reading import measure_numbers
 from planted_faults import FAULTS, Net
 from thoroughness import tries
@@ -374,3 +375,12 @@ def test_a_spread_is_exact_beside_a_large_mean():
 )
 def test_numbers_of_blocks_are_left_out_of_templates(path, template):
     assert template_of(path) == template
+
+
+def test_of_many_silent_modules_the_topmost_are_named():
+    experts = [f"experts.{k}" for k in range(4000)]
+    paths = [path for expert in experts for path in (f"{expert}.up", expert)]
+    silent = [(path, "output", "no token was routed to it") for path in paths]
+    (finding,) = never_called(Survey([], silent=silent))
+    assert (finding.site, finding.number) == (experts[0], "8000")
+    assert finding.follows == tuple(experts[1:])

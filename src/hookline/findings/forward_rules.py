@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from hookline.display.units import share
 from hookline.findings.finding import Finding, Level
 from hookline.findings.survey import (
     Survey,
+    ancestors_of,
     is_activation,
-    is_inside,
     is_norm,
     is_pass_through,
     is_weighted,
@@ -290,8 +290,8 @@ def shared_modules(survey: Survey) -> Iterator[Finding]:
         yield Finding("shared", text, path, "note", f"{len(same) + 1} paths", why, follows=sites)
 
 
-def _is_inside_alias(path: str, aliases: Iterable[str]) -> bool:
-    return any(other != path and is_inside(path, other) for other in aliases)
+def _is_inside_alias(path: str, aliases: Container[str]) -> bool:
+    return any(holder in aliases for holder in ancestors_of(path))
 
 
 def odd_dtypes(survey: Survey) -> Iterator[Finding]:
@@ -337,14 +337,15 @@ def never_called(survey: Survey) -> Iterator[Finding]:
         if fired[template_of(path)] > missed[template_of(path)]
         and _should_run_like_siblings(path, survey)
     ]
-    reasons = dict(silent)
+    reasons, inside = dict(silent), _paths_inside(tops, [path for path, _ in silent])
     for path in odd:
         text = f"{path} was never called, unlike its siblings."
         why = f"{reasons[path].capitalize()}."
         advice = "Look at the forward that should call it."
-        inside = tuple(p for p, _ in silent if is_inside(p, path) and p != path)
-        yield Finding("never called", text, path, "warning", "0 calls", why, advice, inside)
-    rest = [path for path in tops if path not in odd]
+        follows = tuple(inside[path])
+        yield Finding("never called", text, path, "warning", "0 calls", why, advice, follows)
+    named = set(odd)
+    rest = [path for path in tops if path not in named]
     if rest:
         number, why = str(len(silent)), f"{reasons[rest[0]]}.".capitalize()
         text = f"{plural(len(silent), 'site')} without a value: {listed(rest, _MOST_NAMED)}."
@@ -354,12 +355,17 @@ def never_called(survey: Survey) -> Iterator[Finding]:
 
 def _topmost_paths(paths: Iterable[str]) -> list[str]:
     """Leave out the paths inside others."""
-    known = set(paths)
-    return [
-        path
-        for path in dict.fromkeys(paths)
-        if not any(path != other and is_inside(path, other) for other in known if other)
-    ]
+    known = dict.fromkeys(paths)
+    return [path for path in known if known.keys().isdisjoint(ancestors_of(path))]
+
+
+def _paths_inside(holders: Iterable[str], paths: Iterable[str]) -> dict[str, list[str]]:
+    """Return the paths inside each holder; no holder lies inside another."""
+    known, inside = set(holders), defaultdict[str, list[str]](list)
+    for path in paths:
+        for holder in known.intersection(ancestors_of(path)):
+            inside[holder].append(path)
+    return inside
 
 
 def _should_run_like_siblings(path: str, survey: Survey) -> bool:
