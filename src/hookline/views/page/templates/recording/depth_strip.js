@@ -309,23 +309,26 @@ function makeDepthStrip(host, core, chosen, onChoose) {
     const each = plot.width / parts.length;
     const every = parts.length > 24 ? ([1, 2, 5, 10, 20].find((n) => n * each > 26) ?? 50) : 1;
     const stem = (row) => rows.name[row].replace(/\d+$/, "");
-    const stems = parts.map(({ row }) => stem(row));
+    const repeats = new Map();
+    for (const { row } of parts) repeats.set(stem(row), (repeats.get(stem(row)) ?? 0) + 1);
+    const [tick, ink] = [themeColour("line-strong"), themeColour("ink-3")];
     let end = -Infinity;
     for (const { row, first, last } of parts) {
       const start = x(first) - step / 2;
       const wide = step * (last - first + 1);
       let name = rows.name[row];
       // Of repeated blocks the number says which: layer_0, layer_1, ...
-      const isLong = pen.measureText(name).width >= wide + 6 && name !== stem(row);
-      const isRepeated = stems.filter((other) => other === stem(row)).length > 2;
-      if (isLong && isRepeated) name = name.slice(stem(row).length);
-      pen.fillStyle = themeColour("line-strong");
+      const isRepeated = name !== stem(row) && repeats.get(stem(row)) > 2;
+      if (isRepeated && pen.measureText(name).width >= wide + 6)
+        name = name.slice(stem(row).length);
+      pen.fillStyle = tick;
       pen.fillRect(start, height - BOTTOM - 3, 1, 5);
+      if (every > 1 && !(/^\d+$/.test(name) && Number(name) % every === 0)) continue;
       const room = pen.measureText(name).width;
-      const fits = every > 1 ? /^\d+$/.test(name) && Number(name) % every === 0 : room < wide + 6;
       const from = start + wide / 2 - room / 2;
-      if (!fits || from < end + 4 || from + room > plot.width) continue;
-      pen.fillStyle = themeColour("ink-3");
+      if (every === 1 && room >= wide + 6) continue;
+      if (from < end + 4 || from + room > plot.width) continue;
+      pen.fillStyle = ink;
       pen.fillText(name, start + wide / 2, height - BOTTOM / 2);
       end = from + room;
     }
