@@ -113,6 +113,12 @@ def check_positive_int(name: str, got: Any, fix: str, error: type[Exception] = I
         raise error(f"{name} must be a positive integer, got {got!r}.\n{fix}")
 
 
+def check_int_from_zero(name: str, got: Any, fix: str) -> None:
+    """Refuse an argument that is not an integer from 0 on."""
+    if isinstance(got, bool) or not isinstance(got, int) or got < 0:
+        raise InputError(f"{name} must be an integer from 0 on, got {got!r}.\n{fix}")
+
+
 def check_option_names(
     verb: Callable[..., Any], options: Collection[str], allowed: Collection[str]
 ) -> None:

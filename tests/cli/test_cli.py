@@ -258,6 +258,7 @@ def test_summary_prints_the_table_with_and_without_an_input(tmp_path):
     assert "59,430" in run("summary", "demo:digits", cwd=tmp_path).stdout
     with_input = run("summary", "demo:digits", "demo", cwd=tmp_path)
     assert "[8,1,8,8]" in with_input.stdout.replace(" ", "")
+    assert "stem" not in run("summary", "demo:digits", "--depth", "0", cwd=tmp_path).stdout
     failed = run("summary", "demo:digits", "random:1x7x8x8", cwd=tmp_path)
     assert "stem.conv (Conv2d)" in complaint(failed, code=1)
     assert "stem.conv (Conv2d)" not in failed.stdout

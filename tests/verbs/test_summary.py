@@ -384,6 +384,22 @@ def test_the_bytes_of_a_sparse_buffer_are_those_it_holds(layout, tmp_path):
     assert hl.anatomy(model, x)["mlp_out"]
 
 
+def test_a_table_can_be_folded():
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2).double()]), nn.Identity())
+    table = hl.summary(model, lambda: model[0][0](torch.ones(1, 2).double()))
+    folded = table.fold(1)
+    assert [row.path for row in folded.rows] == ["", "0", "1"]
+    assert [row["path"] for row in folded.to_dict()["rows"]] == ["", "0", "1"]
+    assert (folded.flops, folded.dtypes) == (table.flops, {"float64"})
+    lines = [line.split()[:3] for line in str(folded).splitlines()[2:5]]
+    assert (
+        lines == [line.split()[:3] for line in str(table).splitlines() if "Linear" not in line][2:5]
+    )
+    assert [row.path for row in folded.fold(0).rows] == [""]
+    with pytest.raises(hl.InputError, match="integer from 0 on, got True"):
+        table.fold(True)
+
+
 def n_bytes_held(sparse):
     names = ("indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices")
     total = 0

@@ -269,6 +269,9 @@ def summary(
     meta: Annotated[
         bool, typer.Option("--meta", help="shapes only: no weights and no memory, for any model")
     ] = False,
+    depth: Annotated[
+        int | None, typer.Option(min=0, help="print no modules below this depth")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print a model's modules: path, type, shapes, parameters, FLOPs, memory."""
@@ -284,6 +287,8 @@ def summary(
         inputs = _read_inputs(source, loaded)
         with ProgressBar("running the model"):
             table = hl.summary(loaded.model, inputs)
+        if depth is not None:
+            table = table.fold(depth)
     print_result_or_json(table, as_json, with_failure=False)
     if table.failure:
         print_to_stderr(f"the forward failed in {table.failure}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, final
 
@@ -30,7 +30,7 @@ from hookline.engine import (
     unwrap_all_transforms,
 )
 from hookline.engine.pytree import describe, tree
-from hookline.errors import HooklineError
+from hookline.errors import HooklineError, check_int_from_zero
 from hookline.verbs.shared.failing_module import failure_text
 from hookline.verbs.shared.model_state import eval_without_side_effects
 from hookline.verbs.shared.refused_weights import execution_device
@@ -131,6 +131,7 @@ class Summary(Result):
         flops: the floating-point operations of the whole run; a multiply-add counts as two.
         without_formula: the operations whose FLOPs are not counted, such as `aten::_fft_r2c`:
             neither torch nor hookline has a formula for them.
+        folded: the rows that `fold` has left out.
     """
 
     model_type: str
@@ -145,14 +146,33 @@ class Summary(Result):
     activation_bytes: int = 0
     flops: int = 0
     without_formula: tuple[str, ...] = ()
+    folded: tuple[Row, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
     @property
     def dtypes(self) -> set[str]:
-        """The dtypes of the modules' outputs."""
-        return {row.dtype for row in self.rows if row.dtype}
+        """The dtypes of the modules' outputs, those of folded rows among them."""
+        return {row.dtype for row in (*self.rows, *self.folded) if row.dtype}
+
+    def fold(self, depth: int) -> Summary:
+        """Return the table without the modules below a depth; rows above hold their numbers.
+
+        >>> table = hl.summary(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(4, 2))
+        >>> [row.path for row in table.fold(0)], table.fold(0).flops
+        ([''], 48)
+
+        Args:
+            depth: the greatest depth that is kept. The root has depth 0, its children depth 1.
+
+        Raises:
+            InputError: the depth is not an integer from 0 on.
+        """
+        check_int_from_zero("depth", depth, "Write table.fold(1).")
+        rows = [row for row in self.rows if row.depth <= depth]
+        folded = (row for row in self.rows if row.depth > depth)
+        return replace(self, rows=rows, folded=(*self.folded, *folded))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the totals and, as `rows`, the modules, as plain values named like the attributes.
@@ -160,7 +180,8 @@ class Summary(Result):
         >>> hl.summary(nn.Linear(2, 3)).to_dict()["rows"][0]["parameters"]
         9
         """
-        names = [entry.name for entry in fields(self) if entry.name not in ("model_type", "rows")]
+        apart = ("model_type", "rows", "folded")
+        names = [entry.name for entry in fields(self) if entry.name not in apart]
         facts = {"model": self.model_type} | {name: getattr(self, name) for name in names}
         return {**facts, "rows": self._table_rows()}
 
@@ -328,7 +349,8 @@ def describe_modules(line: Line, model: nn.Module) -> tuple[Summary, dict[str, R
 
 def _paths_with_inner_calls(table: Summary) -> set[str]:
     """Return the paths of the modules in which another module ran."""
-    paths = [path for row in table.rows if row.calls for path in (row.path, *row.aliases)]
+    rows = (*table.rows, *table.folded)
+    paths = [path for row in rows if row.calls for path in (row.path, *row.aliases)]
     # A parametrization runs beside its module, not in it: it returns a weight.
     return {
         above

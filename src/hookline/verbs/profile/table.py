@@ -11,7 +11,12 @@ from hookline.display.text import plural
 from hookline.display.text_table import Heading
 from hookline.display.units import count, duration, share, size
 from hookline.engine import path_text
-from hookline.errors import InputError, SelectionError, check_one_of, check_positive_int
+from hookline.errors import (
+    SelectionError,
+    check_int_from_zero,
+    check_one_of,
+    check_positive_int,
+)
 from hookline.verbs.profile.call_tree import PHASES
 from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row, plain_values
 from hookline.verbs.summary import indented_name_cell
@@ -128,10 +133,7 @@ class ProfileTable(Result):
         Raises:
             InputError: the depth is not an integer from 0 on.
         """
-        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
-            raise InputError(
-                f"depth must be an integer from 0 on, got {depth!r}.\nWrite prof.fold(1)."
-            )
+        check_int_from_zero("depth", depth, "Write prof.fold(1).")
         return replace(self, rows=[row for row in self.rows if row.depth <= depth])
 
     def to_dict(self) -> dict[str, Any]:
