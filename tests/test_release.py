@@ -73,6 +73,27 @@ def test_placeholders_and_an_undated_version_are_not_published():
         dist.refuse_unready("", "## 9.9.9 (unreleased)\n", "9.9.9")
 
 
+def test_the_files_that_the_matrix_selects_are_there():
+    matrix = script("matrix")
+    paths = [path for _, *paths in (*matrix.SELECTIONS, *matrix.SHORT) for path in paths]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_a_selection_that_runs_no_test_is_no_result_of_the_matrix(monkeypatch):
+    matrix = script("matrix")
+    environment = matrix.ENVIRONMENTS[0]
+    monkeypatch.setattr(matrix.Environment, "versions", lambda self: {})
+
+    def end_without_tests(command, **options):
+        (report,) = (part for part in command if str(part).startswith("--junitxml="))
+        Path(report.removeprefix("--junitxml=")).write_text("<testsuites/>", "utf-8")
+        return SimpleNamespace(returncode=4)
+
+    monkeypatch.setattr(matrix.subprocess, "run", end_without_tests)
+    with pytest.raises(matrix.MatrixError, match="pytest ended with 4, and ran no tests"):
+        environment.run((("slow", "tests/gone.py"),))
+
+
 @pytest.mark.parametrize(
     "path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name
 )
