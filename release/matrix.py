@@ -257,10 +257,11 @@ def kept() -> list[dict[str, Any]]:
 
 
 def keep(result: dict[str, Any]) -> None:
-    """Keep a result in place of the last one of these tests there, and write the page."""
-    results = {(one["name"], *one["selection"]): one for one in [*kept(), result]}
+    """Keep a result in place of the last one of such tests there, and write the page."""
+    # Of a selection whose files have changed, the last result counts.
+    results = {(row["name"], len(row["selection"])): row for row in [*kept(), result]}
     order = [environment.name for environment in ENVIRONMENTS]
-    ordered = sorted(results.values(), key=lambda one: order.index(one["name"]))
+    ordered = sorted(results.values(), key=lambda row: order.index(row["name"]))
     RESULTS.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", "utf-8")
     PAGE.write_text(page(PAGE.read_text("utf-8"), ordered), "utf-8")
 
