@@ -79,7 +79,7 @@ def test_the_files_that_the_matrix_selects_are_there():
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_a_selection_that_runs_no_test_is_no_result_of_the_matrix(monkeypatch):
+def test_a_selection_without_tests_is_no_result_of_the_matrix(monkeypatch):
     matrix = script("matrix")
     environment = matrix.ENVIRONMENTS[0]
     monkeypatch.setattr(matrix.Environment, "versions", lambda self: {})
