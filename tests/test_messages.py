@@ -134,6 +134,28 @@ def test_what_is_not_a_port_is_refused_with_those_that_there_are(net, ports):
     assert len(message.splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    ("verb", "arguments", "advice"),
+    [
+        ("record", {"retain_grad": True}, "Write ports=('output', 'grad_output').\nGive some of"),
+        ("record", {"names_filter": "fc"}, "Give the modules as the selector.\nGive some of"),
+        ("record", {"stop": True}, "hl.features(model, inputs, selector) stops after the last"),
+        ("edit", {"selector": "fc", "edit_output": id}, "Write hl.edit(model, selector, change)."),
+        ("monitor", {"log": "all"}, "Write ports=('grad', 'value').\nGive some of ports=, every="),
+        ("monitor", {"evry": 3}, "Did you mean every=?\nGive some of ports=, every="),
+        ("summary", {"input_size": (1, 3)}, "Write hl.summary(model, torch.rand(1, 3, 224, 224))."),
+        ("cam", {"inputs": None, "targets": [3]}, "Write target=, a class or one for each image."),
+    ],
+)
+def test_arguments_of_other_packages_have_the_name_here(net, verb, arguments, advice):
+    with pytest.raises(TypeError) as caught:
+        getattr(hl, verb)(net, **arguments)
+    unknown = list(arguments)[-1]
+    begin = f"hl.{verb}() got an unexpected keyword argument {unknown!r}. {advice}"
+    assert str(caught.value).startswith(begin)
+    assert not hl.inventory(net).to_dict()["hooks"]
+
+
 @pytest.mark.parametrize("norm_type", [None, "2", [], True, print])
 def test_what_is_not_the_kind_of_a_norm_is_refused(net, norm_type):
     message = said(lambda: hl.clip(net, norm=1.0, norm_type=norm_type))

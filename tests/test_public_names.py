@@ -39,28 +39,28 @@ SIGNATURES = {
     "attribute": "(model, inputs, selector, metric, *, clean, each=None, **options)",
     "by_query": "(function)",
     "cam": "(model, inputs, layer=None, target=None, *, method='gradcam', reshape=None,"
-    " batch_size=32)",
+    " batch_size=32, **others)",
     "check": "(model, *, also=(), keep=None, every_thread=False)",
     "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
     " ports='grad', every_thread=False, **others)",
     "compare": "(a, b, *, names=None, floor=None, tokens='auto', dims=None)",
     "doctor": "(model, inputs=None, selector=None, *, ports='output')",
     "edit": "(model, selector, change=None, *, ports='output', at=None, steps=None,"
-    " every_thread=False)",
+    " every_thread=False, **others)",
     "extract": "(model, data, selector, to, *, batch_size=None, resume=True, engine=None,"
     " **options)",
     "features": "(model, inputs, selector, *, eval=True, **options)",
     "invariance": "(model, inputs, *, only=None, backend='aot_eager')",
     "inventory": "(model)",
     "monitor": "(model, selector=None, *, ports=None, every=1, stats=None, to=None, scaler=None,"
-    " every_thread=False)",
+    " every_thread=False, **others)",
     "open": "(folder, *, verify=False)",
     "operations": "(model, inputs, path='')",
     "profile": "(model, *, flops=True, every_thread=False)",
     "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
     "shadow": "(a, b, inputs, *, names=None)",
-    "summary": "(model, inputs=None)",
+    "summary": "(model, inputs=None, **others)",
     "sweep": "(model, inputs, changes, metric, *, each=None, clean=None, read=None, **options)",
     "write_page": "(result, path, *, title='', texts=None)",
     "watch": "(model, selector=None, *, ports=None, file=None, every_thread=False)",

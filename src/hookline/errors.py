@@ -11,7 +11,7 @@ import difflib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -119,8 +119,39 @@ def check_int_from_zero(name: str, got: Any, fix: str) -> None:
         raise InputError(f"{name} must be an integer from 0 on, got {got!r}.\n{fix}")
 
 
+# Arguments of other packages, such as torchinfo, wandb, baukit, TransformerLens and grad-cam.
+_OTHER_ARGUMENTS = {
+    "layer_name layers names_filter return_nodes": "Give the modules as the selector.",
+    "stop stop_at_layer": "hl.features(model, inputs, selector) stops after the last module.",
+    "incl_bwd retain_grad": "Write ports=('output', 'grad_output').",
+    "retain_input": "Write ports=('input', 'output').",
+    "clone": "Write copy=True.",
+    "pos_slice": "Write keep=lambda t: t[:, -1].",
+    "edit_output fwd_hooks": "Write hl.edit(model, selector, change).",
+    "log": "Write ports=('grad', 'value').",
+    "log_freq": "Write every=100.",
+    "input_data": "Write hl.summary(model, inputs).",
+    "input_size": "Write hl.summary(model, torch.rand(1, 3, 224, 224)).",
+    "col_names": "print(table) shows all columns, table.to_pandas() is a data frame.",
+    "depth": "Write hl.summary(model, inputs).fold(2).",
+    "target_layers": "Write layer=.",
+    "targets": "Write target=, a class or one for each image.",
+    "reshape_transform": "Write reshape=.",
+    "aug_smooth eigen_smooth": "hl.cam smooths no maps.",
+}
+
+
+def _advice_for_argument(name: str, names: Sequence[str]) -> str:
+    """Return what to write in place of an unknown keyword argument, if that is known."""
+    for others, advice in _OTHER_ARGUMENTS.items():
+        if name in others.split():
+            return f" {advice}"
+    close = difflib.get_close_matches(name, names, 1)
+    return f" Did you mean {close[0]}=?" if close else ""
+
+
 def check_option_names(
-    verb: Callable[..., Any], options: Collection[str], allowed: Collection[str]
+    verb: Callable[..., Any], options: Collection[str], allowed: Collection[str] = ()
 ) -> None:
     """Refuse keyword arguments that are no options of a verb.
 
@@ -136,11 +167,11 @@ def check_option_names(
             parameters = inspect.signature(verb).parameters.values()
             own = [value.name for value in parameters if value.kind is value.KEYWORD_ONLY]
             names = [*own, *allowed]
-            close = difflib.get_close_matches(name, names, 1)
+            listed = ", ".join(f"{option}=" for option in names)
+            ending = f"\nGive some of {listed}." if names else ""
             raise TypeError(
                 f"hl.{verb.__name__}() got an unexpected keyword argument {name!r}."
-                f"{f' Did you mean {close[0]}=?' if close else ''}"
-                f"\nGive some of {', '.join(f'{option}=' for option in names)}."
+                f"{_advice_for_argument(name, names)}{ending}"
             )
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, Never, final
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -30,7 +30,7 @@ from hookline.engine import (
     unwrap_all_transforms,
 )
 from hookline.engine.pytree import describe, tree
-from hookline.errors import HooklineError, check_int_from_zero
+from hookline.errors import HooklineError, check_int_from_zero, check_option_names
 from hookline.verbs.shared.failing_module import failure_text
 from hookline.verbs.shared.model_state import eval_without_side_effects
 from hookline.verbs.shared.refused_weights import execution_device
@@ -212,7 +212,7 @@ class Summary(Result):
         )
 
 
-def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
+def summary(model: nn.Module, inputs: Inputs | None = None, **others: Never) -> Summary:
     """Describe every module of a model: path, type, shapes, dtype, parameters, FLOPs, memory.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -231,6 +231,8 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
             arguments that runs the model. Give a dict that is one argument as `({...},)`. A list of
             one tensor is this tensor, unless the model takes the list. None describes the
             parameters only, and does not run the model.
+        **others: none are allowed. For a name of another package (`input_size`), the error says
+            what to write here.
 
     Returns:
         The table. If the forward raises, the table holds the modules that ran. Its `failure` then
@@ -239,7 +241,9 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     Raises:
         AttachError: `model` is not a model.
         InputError: the model has lazy parameters, which a run would create for good.
+        TypeError: another argument is given.
     """
+    check_option_names(summary, others)
     require_model(model, "hl.summary(model, x)")
     line = Line(model, name="summary")
     line.options.quiet = line.options.lenient = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Never, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from hookline.errors import (
     AttachError,
     InputError,
     SelectionError,
+    check_option_names,
     check_positive_int,
     warn,
 )
@@ -52,6 +53,7 @@ def cam(
     method: str = "gradcam",
     reshape: Reshape | None = None,
     batch_size: int = 32,
+    **others: Never,
 ) -> ClassMaps:
     """Map the places of each image that raise a class's score, on a scale from 0 to 1.
 
@@ -92,6 +94,8 @@ def cam(
             width)`. hookline itself finds maps with channels last, and tokens of square patches
             after a class token and registers.
         batch_size: the number of masked images that scorecam runs at once.
+        **others: none are allowed. For a name of another package (`target_layers`), the error says
+            what to write here.
 
     Returns:
         The maps, shape `(batch, height, width)` of the images, float32 from 0 to 1, with their
@@ -106,12 +110,14 @@ def cam(
         NotRecordedError: the layer did not run.
         AmbiguousError: the layer ran several times; name a call (`"relu#1"`).
         AttachError: `model` is not a model, or is scripted.
+        TypeError: another argument is given.
 
     Source: Grad-CAM (Selvaraju et al., 2017), Grad-CAM++ (Chattopadhay et al., 2018), LayerCAM
     (Jiang et al., 2021), HiResCAM (Draelos and Carin, 2020), Eigen-CAM (Muhammad and Yeasin, 2020)
     and Score-CAM (Wang et al., 2020). The scaling and the averaging are those of the package
     grad-cam (pytorch-grad-cam).
     """
+    check_option_names(cam, others)
     way = method_named(method)
     require_model(model, "hl.cam(model, images)")
     if any(is_scripted(module) for module in model.modules()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, Never, final
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -28,7 +28,7 @@ from hookline.engine import (
     ports_for,
 )
 from hookline.engine.pytree import describe
-from hookline.errors import AttachError, StructureError
+from hookline.errors import AttachError, StructureError, check_option_names
 from hookline.verbs.edit import edits
 from hookline.verbs.edit.indices import parse_indices
 from hookline.verbs.edit.steps_and_tokens import EditLimits, SiteEditLimits
@@ -44,6 +44,7 @@ def edit(
     at: int | slice | Sequence[int] | None = None,
     steps: int | slice | Sequence[int] | None = None,
     every_thread: bool = False,
+    **others: Never,
 ) -> Line:
     """Change the values at the selected sites, while the block lasts.
 
@@ -108,6 +109,8 @@ def edit(
             begins again when the model is given an empty cache. A failed run is not counted.
         every_thread: True changes values in every thread and async task. False changes them in the
             calling thread or task, and in code that runs in a copy of its context.
+        **others: none are allowed. For a name of another package (`edit_output`), the error says
+            what to write here.
 
     Returns:
         A line. Use it in a `with` block, or end it with `line.remove()`. `line.report()` says how
@@ -123,7 +126,9 @@ def edit(
             dtype or device, or wrote in place to the value or gradient. To return another
             structure, use a raw hook (`hl.attach`, `line.forward`). Or the value has no dimension
             of tokens for `at`, or the mask of the model does not tell its tokens.
+        TypeError: another argument is given.
     """
+    check_option_names(edit, others)
     line = Line(model, name="edit", every_thread=every_thread)
     changes = _changes_by_selector(selector, change)
     limits = EditLimits(
@@ -134,13 +139,13 @@ def edit(
     line.originals.consequence = _CONSEQUENCE
     for which, _ in changes:
         refuse_ignored_ports(ports, which)
-    selected = [(line.select(which, ports_for(model, ports)), edit) for which, edit in changes]
+    selected = [(line.select(which, ports_for(model, ports)), made) for which, made in changes]
     if limits.is_limited:
         _refuse_parameters(selection for selection, _ in selected)
     site_edits: list[_SiteEdit] = []
     with line.undo_on_error():
-        for selection, edit in selected:
-            line.attach_taps(selection, _change_binder(edit, limits, site_edits), Order.EDIT)
+        for selection, made in selected:
+            line.attach_taps(selection, _change_binder(made, limits, site_edits), Order.EDIT)
     if line.root is not None and any(site_edit.limits is not None for site_edit in site_edits):
         limits.set_root(line.root)
         line.passes.at_root = limits.begin_pass

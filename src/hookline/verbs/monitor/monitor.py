@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Never, final
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from hookline.engine import (
     ranks_by_fsdp1_parameter,
     require_model,
 )
-from hookline.errors import InputError, warn
+from hookline.errors import InputError, check_option_names, warn
 from hookline.verbs.attach.everywhere import EverywhereHooks
 from hookline.verbs.attach.raw_taps import EventTap
 from hookline.verbs.monitor.loss_scale import LossScale
@@ -197,6 +197,7 @@ def monitor(
     to: Any = None,
     scaler: Any = None,
     every_thread: bool = False,
+    **others: Never,
 ) -> MonitorLine:
     """Monitor statistics of activations, gradients, weights and updates, step by step.
 
@@ -248,6 +249,8 @@ def monitor(
             None finds the scaler at the first `scaler.step(...)`; gradients before it stay scaled.
         every_thread: True sees every thread and async task. False sees the calling thread or task,
             and code that runs in a copy of its context.
+        **others: none are allowed. For a name of another package (`log_freq`), the error says
+            what to write here.
 
     Returns:
         A line. `with ... as seen` gives its `Curves`. Three attributes of the line may be set
@@ -258,7 +261,9 @@ def monitor(
         SelectionError: the selector matches nothing, or a port is unknown.
         AttachError: `every`, `stats`, `to` or `scaler` is invalid, or the model cannot be hooked.
         FolderError: the folder is not empty, or cannot be written.
+        TypeError: another argument is given.
     """
+    check_option_names(monitor, others)
     require_model(model, "hl.monitor(model)")
     every, statistics = checked_every(every), checked_statistics(stats)
     line = EverywhereHooks(model, name="monitor", every_thread=every_thread, lenient=True)
