@@ -30,7 +30,8 @@ ROOMS = [
     "hookline.engine.gradients", "hookline.engine.autograd", "hookline.engine.taps",
     "hookline.engine.compile", "hookline.engine.memory", "hookline.engine.passes",
     "hookline.engine.distributed", "hookline.engine.selection", "hookline.engine.pytree",
-    "hookline.engine.operations", "hookline.engine.attention", "hookline.engine.function_names",
+    "hookline.engine.operations", "hookline.engine.attention", "hookline.engine.names_elsewhere",
+    "hookline.engine.function_names",
     "hookline.engine.torch_private.graph", "hookline.engine.torch_private", "hookline.files",
     "hookline.errors", "hookline.display", "hookline.util",
 ]  # fmt: skip

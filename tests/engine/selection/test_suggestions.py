@@ -77,6 +77,41 @@ def test_what_is_near_and_what_is_there_are_named(selector, says):
     assert said(Parts(), selector) == says + MODULES
 
 
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("blocks.0.hook_resid_pre", ".resid_pre.0"),
+        ("blocks.*.attn.hook_attn_scores", ".scores"),
+        ("blocks.1.mlp.hook_post:grad_output", ".mlp_act.1:grad_output"),
+        ("hook_embed", ".embed"),
+        ("resid_mid", ".resid_mid"),
+    ],
+)
+def test_names_of_transformer_lens_lead_to_the_parts(name, part):
+    advice = f" In a transformer, write {part!r} after hl.anatomy(model)."
+    assert said(Parts(), name) == f"{name!r} matches no module of Parts.{advice}{MODULES}"
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("flatten", "A call of torch's flatten is '@flatten'."),
+        ("head.add_1", "Did you mean 'head'? A call of torch's add is 'head@add#1'."),
+        ("relu_2", "Did you mean 'relu'? A later call of it is 'relu#2'."),
+    ],
+)
+def test_names_of_torch_fx_lead_to_the_calls(name, advice):
+    assert said(Parts(), name) == f"{name!r} matches no module of Parts. {advice}{MODULES}"
+
+
+def test_a_dict_of_new_names_is_refused_for_its_keys():
+    assert said(Parts(), {"head": "feature"}) == (
+        "a selector must be of a known kind, got dict(head=str)."
+        "\nGive a glob such as 'layer4.*', a compiled regex, a module type, a module, a parameter,"
+        " a function (path, module) -> bool, or a list of these, such as a dict's keys."
+    )
+
+
 def test_a_slice_of_a_list_is_no_module_but_what_it_holds():
     model = Parts()
     slice_of_many = model.many[1:3]

@@ -473,7 +473,7 @@ def _matcher(selector: Selector) -> Callable[[ModuleNode], bool]:
 
 _KINDS = (
     "Give a glob such as 'layer4.*', a compiled regex, a module type, a module, a parameter, a"
-    " function (path, module) -> bool, or a list of these."
+    " function (path, module) -> bool, or a list of these, such as a dict's keys."
 )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hookline.display.text import listed, plural
+from hookline.engine.names_elsewhere import call_named_elsewhere, part_named_elsewhere
 from hookline.engine.pytree.describe import in_words
 from hookline.engine.selection.infer_output_parts import may_return_part
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree
@@ -137,7 +138,8 @@ def _suggest_for_path(tree: ModuleTree, query: SelectorParts, nodes: list[Any]) 
         gradient = query.matching(f"{name}:grad")
         return f" It is a parameter; its gradient is {gradient[0]!r}." if gradient else ""
     helpful = _suggest_source_parameters(tree, query) or _suggest_deeper(tree, query)
-    return helpful or _suggest_inside(query, paths) or _suggest_close(query, paths)
+    near = helpful or _suggest_inside(query, paths) or _suggest_close(query, paths)
+    return near if helpful else f"{near}{call_named_elsewhere(name, tree.by_path)}"
 
 
 def _suggest_deeper(tree: ModuleTree, query: SelectorParts) -> str | None:
@@ -146,8 +148,9 @@ def _suggest_deeper(tree: ModuleTree, query: SelectorParts) -> str | None:
     deeper = query.matching(f"{above}.**.{last}{query.rest}") if above else []
     if deeper:
         return f" Did you mean {deeper[0]!r}, at any depth?"
-    part = _suggest_output_part(tree, query)
-    return None if part is None else f" Part of an output is written {part!r}."
+    if part := _suggest_output_part(tree, query):
+        return f" Part of an output is written {part!r}."
+    return part_named_elsewhere(query.text.path, query.rest)
 
 
 def _suggest_inside(query: SelectorParts, paths: list[str]) -> str | None:
@@ -162,8 +165,7 @@ def _suggest_inside(query: SelectorParts, paths: list[str]) -> str | None:
         parts = list(dict.fromkeys(part for held_by, _, part in pairs if matches(held_by)))
         near = difflib.get_close_matches(last, parts, n=_MOST_CLOSE, cutoff=0.5)
         selectors = (f"{holder}.{part}{query.rest}" for part in dict.fromkeys([*near, *parts]))
-        working = list(islice(filter(query.works, selectors), _MOST_CLOSE + 1))
-        if working:
+        if working := list(islice(filter(query.works, selectors), _MOST_CLOSE + 1)):
             names = ", ".join(map(repr, working[:_MOST_CLOSE]))
             more = ", …" * (len(working) > _MOST_CLOSE)
             return f" Did you mean {names}?" if near else f" {holder!r} has {names}{more}."
@@ -195,13 +197,11 @@ def _suggest_source_parameters(tree: ModuleTree, query: SelectorParts) -> str | 
     if node is None or not name:
         return None
     paths = [tensor.path for tensor in tree.tensors]
-    prefix = f"{above}." if above else ""
     if is_parametrized(node.module, name):
-        value = f"{prefix}parametrizations.{name}"
+        value = f"{above}.parametrizations.{name}".removeprefix(".")
         computed = query.matching(value, f"{value}:grad_output")
-        gradients = _matching_gradients(
-            query, [path for path in paths if path.startswith(f"{value}.")]
-        )
+        inside = [path for path in paths if path.startswith(f"{value}.")]
+        gradients = _matching_gradients(query, inside)
         if len(computed) == 2:
             return (
                 f" It is computed by a parametrization: select {computed[0]!r} for the computed"
