@@ -127,6 +127,7 @@ _OTHER_ARGUMENTS = {
     "retain_input": "Write ports=('input', 'output').",
     "clone": "Write copy=True.",
     "pos_slice": "Write keep=lambda t: t[:, -1].",
+    "pos position": "Write at=.",
     "edit_output fwd_hooks": "Write hl.edit(model, selector, change).",
     "log": "Write ports=('grad', 'value').",
     "log_freq": "Write every=100.",

@@ -122,6 +122,17 @@ def test_a_module_as_a_key_is_told_a_site_of_its_type(net, image):
     )
 
 
+def test_a_part_and_its_layer_as_a_key_are_told_the_text(net, image):
+    with hl.record(net, "fc") as run:
+        net(image)
+    with pytest.raises(hl.NotRecordedError) as caught:
+        run["resid_pre", 1]
+    assert str(caught.value) == (
+        "a key must be a site, got ('resid_pre', 1).\nGive as the key a text such as"
+        " '.resid_pre.1', after hl.anatomy(model); passes are in run.passes."
+    )
+
+
 def test_a_leaf_of_a_whole_value_can_be_looked_up(holder):
     with hl.record(holder) as run:
         holder(torch.ones(2))

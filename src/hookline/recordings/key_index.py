@@ -184,6 +184,8 @@ class SiteIndex:
             got = f"a module ({type(key).__name__})"
             alike = [str(known) for known in self._sites if known.module_type == type(key).__name__]
             site = f"its site, such as {alike[0]!r}" if alike else site
+        if isinstance(key, tuple) and list(map(type, key)) == [str, int]:  # a part and its layer
+            site = f"a text such as {f'.{key[0]}.{key[1]}'!r}, after hl.anatomy(model)"
         if isinstance(key, int) and -len(self._sites) <= key < len(self._sites):
             site = f"run.sites[{key}], which is {str(self._sites[key])!r}"
         return (

@@ -453,6 +453,16 @@ def test_a_baseline_that_is_no_input_is_refused(clean):
             call(linear(), X, "0", metric, clean=clean)
 
 
+def test_a_recording_in_place_of_the_clean_inputs_is_refused():
+    model = linear()
+    with hl.record(model, "0") as run:
+        model(X)
+    for call in (hl.sweep, hl.attribute):
+        for clean in (run, run.passes[0]):
+            with pytest.raises(hl.InputError, match="got a recording"):
+                call(model, X, "0", metric, clean=clean)
+
+
 def test_a_change_of_the_shape_is_refused(left_as_found):
     model = linear()
     before = left_as_found(model)

@@ -98,6 +98,7 @@ class ChangeFromRecording:
             raise AttachError(
                 f"hl.edits.{name} must be given a recording, got {describe.in_words(run)}."
                 f"\nGive what hl.record returned: hl.edits.{name}(run)."
+                f"{' For one value: hl.edits.replace(value).' if name == 'patch' else ''}"
             )
         self._name = name
         self._run = run

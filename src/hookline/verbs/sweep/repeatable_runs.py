@@ -12,6 +12,7 @@ from torch import nn
 from hookline.engine import hook_dict, is_compiled, path_text, require_model
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
+from hookline.recordings import PassRecord, Recording
 from hookline.verbs.shared.model_state import restore_after_run
 from hookline.verbs.shared.refused_weights import (
     explain_inference_weights,
@@ -23,11 +24,16 @@ from hookline.verbs.sweep.metric import Metric, metric_number
 
 
 def require_clean_inputs(clean: Any) -> None:
-    """Refuse what is a baseline in other libraries, as captum's 0, and no input of a model.
+    """Refuse what other libraries take: a baseline such as captum's 0, or the clean activations.
 
     Raises:
-        InputError: it is a number or None.
+        InputError: it is a number, None or a recording.
     """
+    if isinstance(clean, Recording | PassRecord):
+        raise InputError(
+            "clean must be inputs of the model, got a recording.\nGive the inputs that it was"
+            " recorded on: the model runs on them again."
+        )
     if clean is None or isinstance(clean, int | float):
         raise InputError(
             f"clean must be inputs of the model, got {describe.in_words(clean)}."
