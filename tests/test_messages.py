@@ -156,6 +156,28 @@ def test_arguments_of_other_packages_have_the_name_here(net, verb, arguments, ad
     assert not hl.inventory(net).to_dict()["hooks"]
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("TraceDict", "hl.record(model, selector)"),
+        ("GradCAM", "hl.cam(model, images)"),
+        ("load_model", "hookline.models.load_model"),
+    ],
+)
+def test_names_of_other_packages_lead_to_the_call_here(name, call):
+    with pytest.raises(AttributeError) as caught:
+        getattr(hl, name)
+    assert str(caught.value) == f"module 'hookline' has no attribute {name!r}.\nUse {call}."
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'\Z"):
+        hl.nothing  # noqa: B018
+
+
+def test_calls_in_place_of_other_names_are_of_this_package():
+    calls = [call for call in hl._ELSEWHERE if call.startswith("hl.")]
+    assert all(call[3:].partition("(")[0] in hl.__all__ for call in calls)
+    assert not set(hl._CALL_OF) & {*hl.__all__}
+
+
 @pytest.mark.parametrize("norm_type", [None, "2", [], True, print])
 def test_what_is_not_the_kind_of_a_norm_is_refused(net, norm_type):
     message = said(lambda: hl.clip(net, norm=1.0, norm_type=norm_type))

@@ -128,7 +128,21 @@ _MODULE_OF = {
 __all__ = list(_MODULE_OF)
 __all__ += [name for name in globals() if name.endswith(("Error", "Warning"))]
 
-__getattr__ = lazy_getattr(__name__, _MODULE_OF)
+# What other packages call these.
+_ELSEWHERE = {
+    "hl.record(model, selector)": "Trace TraceDict trace run_with_cache",
+    "hl.features(model, inputs, selector)": "create_feature_extractor IntermediateLayerGetter",
+    "hl.edit(model, selector, change)": "run_with_hooks patch ablate steer",
+    "hl.attach(model)": "hook add_hook register_forward_hook",
+    "hl.cam(model, images)": "GradCAM gradcam",
+    "hl.attribute(model, baseline, selector, metric, clean=inputs)": "IntegratedGradients",
+    "hl.summary(model, inputs)": "flops FlopCountAnalysis",
+    "hl.open(folder)": "load",
+    "hookline.models.load_model": "load_model",
+}
+_CALL_OF = {name: call for call, names in _ELSEWHERE.items() for name in names.split()}
+
+__getattr__ = lazy_getattr(__name__, _MODULE_OF, _CALL_OF)
 
 
 def __dir__() -> list[str]:

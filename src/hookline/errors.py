@@ -129,6 +129,7 @@ _OTHER_ARGUMENTS = {
     "pos_slice": "Write keep=lambda t: t[:, -1].",
     "pos position": "Write at=.",
     "edit_output fwd_hooks": "Write hl.edit(model, selector, change).",
+    "baselines": "Give the baseline as inputs, and the inputs as clean=.",
     "log": "Write ports=('grad', 'value').",
     "log_freq": "Write every=100.",
     "input_data": "Write hl.summary(model, inputs).",
