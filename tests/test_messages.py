@@ -161,7 +161,7 @@ def test_arguments_of_other_packages_have_the_name_here(net, verb, arguments, ad
     [
         ("TraceDict", "hl.record(model, selector)"),
         ("GradCAM", "hl.cam(model, images)"),
-        ("load_model", "hookline.models.load_model"),
+        ("load_model", "from hookline.models import load_model"),
     ],
 )
 def test_names_of_other_packages_lead_to_the_call_here(name, call):

@@ -138,7 +138,7 @@ _ELSEWHERE = {
     "hl.attribute(model, baseline, selector, metric, clean=inputs)": "IntegratedGradients",
     "hl.summary(model, inputs)": "flops FlopCountAnalysis",
     "hl.open(folder)": "load",
-    "hookline.models.load_model": "load_model",
+    "from hookline.models import load_model": "load_model models",
 }
 _CALL_OF = {name: call for call, names in _ELSEWHERE.items() for name in names.split()}
 

@@ -139,13 +139,13 @@ def edit(
     line.originals.consequence = _CONSEQUENCE
     for which, _ in changes:
         refuse_ignored_ports(ports, which)
-    selected = [(line.select(which, ports_for(model, ports)), made) for which, made in changes]
+    selected = [(line.select(which, ports_for(model, ports)), how) for which, how in changes]
     if limits.is_limited:
         _refuse_parameters(selection for selection, _ in selected)
     site_edits: list[_SiteEdit] = []
     with line.undo_on_error():
-        for selection, made in selected:
-            line.attach_taps(selection, _change_binder(made, limits, site_edits), Order.EDIT)
+        for selection, how in selected:
+            line.attach_taps(selection, _change_binder(how, limits, site_edits), Order.EDIT)
     if line.root is not None and any(site_edit.limits is not None for site_edit in site_edits):
         limits.set_root(line.root)
         line.passes.at_root = limits.begin_pass
