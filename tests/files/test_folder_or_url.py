@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -193,3 +196,32 @@ def test_the_state_of_a_file_changes_with_it(tmp_path):
     assert place.state("x") == before
     place.write("x", [b"b"])
     assert place.state("x") != before
+
+
+def test_files_are_written_where_folders_cannot_be_opened(tmp_path, monkeypatch):
+    open_file = os.open
+
+    def open_as_on_windows(path, *args, **kwargs):
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_file(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_as_on_windows)
+    LocalPlace(tmp_path).write("x", [b"new"])
+    assert (tmp_path / "x").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(
+    ("number", "is_written"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)]
+)
+def test_a_share_that_syncs_no_folders_can_be_written(tmp_path, monkeypatch, number, is_written):
+    sync = os.fsync
+
+    def sync_files_alone(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", sync_files_alone)
+    with nullcontext() if is_written else pytest.raises(hl.FolderError, match="cannot write"):
+        LocalPlace(tmp_path).write("x", [b"new"])

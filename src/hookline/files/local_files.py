@@ -1,7 +1,8 @@
-"""Open and map files only if they are regular, and sync them to disk."""
+"""Open and map files only if they are regular, and sync folders to disk."""
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import final
 
 FileState = tuple[int, ...]
+_WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # as of some network shares
 
 
 def open_regular(path: Path) -> int:
@@ -27,11 +29,20 @@ def open_regular(path: Path) -> int:
     raise ValueError(f"{path.name} must be a regular file, got a {kind}")
 
 
-def sync_to_disk(path: Path) -> None:
-    """Sync a file, or a folder's entries, to disk, so that a later rename cannot precede it."""
-    handle = os.open(path, os.O_RDONLY)
+def sync_folder(path: Path) -> None:
+    """Sync a folder's entries to disk, so that a later rename cannot precede an earlier one.
+
+    It does nothing where folders cannot be opened, as on Windows, or not be synced.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _WITHOUT_SYNC:
+            raise
     finally:
         os.close(handle)
 
