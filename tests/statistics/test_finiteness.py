@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from float32_device import Float32Device
 from hookline.statistics import finiteness
 from hookline.statistics.finiteness import (
     NonFinite,
@@ -67,3 +68,10 @@ def test_kinds_and_counts():
 
 def test_numbers_of_mkldnn_tensors_are_read():
     assert non_finite_kinds(torch.tensor([NAN]).to_mkldnn()) == NonFinite.NAN
+
+
+def test_half_numbers_are_measured_on_a_device_without_float64():
+    numbers = torch.tensor([1.0, torch.nan, 3.0], dtype=torch.float16)
+    with Float32Device():
+        moments = finiteness.measure_local_moments(numbers)
+    assert (moments.non_finite, moments.sum, moments.max) == (1, 4.0, 3.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hookline.statistics.channel_dim import channel_dim
 from hookline.statistics.finiteness import detach_local_numbers
-from hookline.statistics.flat_numbers import sum_of_squares
+from hookline.statistics.flat_numbers import sum_of_squares, to_float64
 from hookline.util.view_as_array import view_as_array
 
 _N_SAMPLED = 1024  # elements, at least, whose quartiles tell the spread without outliers
@@ -165,7 +165,7 @@ def _mean_and_std(finite: Tensor) -> tuple[float, float]:
         unit = float(finite.abs().max())
         if not unit:
             return 0.0, 0.0
-        mean, std = _mean_and_std(finite.double() / unit)
+        mean, std = _mean_and_std(to_float64(finite) / unit)
         return mean * unit, std * unit
     variance = squares - mean * mean
     if variance <= _COARSE * mean * mean:  # the difference of squares has few digits

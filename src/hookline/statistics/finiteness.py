@@ -25,7 +25,7 @@ from hookline.engine import (
     unwrap_all_transforms,
 )
 from hookline.engine.pytree import tree
-from hookline.statistics.flat_numbers import is_quantised
+from hookline.statistics.flat_numbers import is_quantised, to_float64
 from hookline.statistics.moments import Moments
 from hookline.util.view_as_array import view_as_array
 
@@ -214,5 +214,5 @@ def measure_local_moments(tensor: Tensor) -> Moments:
     plain = detach_local_numbers(tensor)
     if plain.is_complex():
         plain = torch.view_as_real(plain)
-    wide = plain if plain.dtype in (torch.float32, torch.float64) else plain.double()
+    wide = plain if plain.dtype in (torch.float32, torch.float64) else to_float64(plain)
     return Moments.of(view_as_array(wide.cpu()))

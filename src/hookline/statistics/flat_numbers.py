@@ -140,6 +140,11 @@ def to_real_float(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
 
 
+def to_float64(tensor: Tensor) -> Tensor:
+    """Convert a tensor to float64, on the CPU where its device has none."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+
+
 def negated_min_and_max(values: Tensor, is_finite: Tensor) -> Tensor:
     """Return the greatest -x and the greatest x of the finite numbers x, as float64."""
     signed = [torch.where(is_finite, side, -math.inf).amax() for side in (-values, values)]

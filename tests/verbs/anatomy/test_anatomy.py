@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import hookline as hl
 from causal_zoo import build, texts
+from float32_device import Float32Device
 
 
 class Attention(nn.Module):
@@ -1322,3 +1323,8 @@ def test_a_config_without_a_size_of_pictures_asks_for_an_input():
 
     with pytest.raises(hl.InputError, match=r"given an input: .*\nWrite hl.anatomy\(model, x\)"):
         hl.anatomy(Segmenter())
+
+
+def test_names_are_proven_on_a_device_without_float64(model, parts):
+    with Float32Device():
+        assert str(hl.anatomy(model)) == str(parts)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from float32_device import Float32Device
 from hookline.engine import Site
 from hookline.verbs.check import unusual_outputs
 from hookline.verbs.check.finding import CheckFinding
@@ -308,3 +309,9 @@ def test_what_is_no_name_of_a_check_is_refused(also):
         "also= must name some of magnitude, dead, constant, shapes, missing_grad, got"
         f" {also}.\nGive for instance also=('dead', 'shapes')."
     )
+
+
+def test_magnitudes_are_compared_on_a_device_without_float64(model):
+    with Float32Device():
+        (text,) = said(model, "magnitude", 1.0, 1e3, 1e5, 1e6)
+    assert "the output of 1 (Scaled) explodes: from" in text

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
+from float32_device import Float32Device
 
 
 def test_steer_adds_the_direction_at_each_token():
@@ -184,3 +185,12 @@ def test_what_is_no_direction_is_refused(make, said):
 def test_a_value_of_other_features_is_refused(name, value):
     with pytest.raises(hl.StructureError, match=rf"hl.edits.{name} must be given floating-point"):
         getattr(hl.edits, name)(torch.ones(2))(value)
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_directions_may_be_on_a_device_without_float64(is_trained):
+    value, direction = torch.randn(2, 4), torch.randn(4).requires_grad_(is_trained)
+    expected = hl.edits.project_out(direction)(value), hl.edits.steer(direction)(value)
+    with Float32Device():
+        assert torch.equal(hl.edits.project_out(direction)(value), expected[0])
+        assert torch.equal(hl.edits.steer(direction)(value), expected[1])

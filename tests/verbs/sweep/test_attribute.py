@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from float32_device import Float32Device
 from hookline.verbs.sweep.estimate_verdicts import judge_sites
 from thoroughness import tries
 
@@ -403,3 +404,16 @@ def test_a_metric_that_runs_the_model_runs_it_as_it_is():
         for metric in (lambda out: out.sum(), lambda out: out.sum() - model(clean).detach().sum())
     ]
     torch.testing.assert_close(*scores)
+
+
+def test_a_device_without_float64_has_the_same_estimates():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    x, clean = torch.randn(2, 2, 4)
+
+    def estimates():
+        return hl.attribute(net, x, "0", torch.Tensor.sum, clean=clean).effects
+
+    expected = estimates()
+    with Float32Device():
+        assert np.array_equal(estimates(), expected)

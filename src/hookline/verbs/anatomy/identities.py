@@ -10,6 +10,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from hookline.statistics.flat_numbers import to_float64
+
 NO_SITE = "no module gets or returns it, and no function of torch makes it of the input"
 
 
@@ -83,7 +85,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     """
     if got.numel() != expected.numel() or not got.numel():
         return _WORSE
-    got, expected = got.double().flatten(), expected.double().flatten()
+    got, expected = to_float64(got).flatten(), to_float64(expected).flatten()
     is_same = got.isinf() & (got == expected)  # such as of words that are masked
     got, expected = got.masked_fill(is_same, 0.0), expected.masked_fill(is_same, 0.0)
     norm, largest = expected.norm(), expected.abs().max()
@@ -106,7 +108,7 @@ def rescale_fit_error(after: Tensor, before: Tensor) -> float:
         if before.numel() != after.numel():
             return _WORSE
         before = before.reshape(after.shape)
-    x, y = before.double().flatten(0, -2), after.double().flatten(0, -2)
+    x, y = to_float64(before).flatten(0, -2), to_float64(after).flatten(0, -2)
     if len(x) < 4:
         return _WORSE
     least = _WORSE

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.recordings import Recording
+from hookline.statistics.flat_numbers import to_float64
 from hookline.verbs.anatomy.identities import CLOSE
 from hookline.verbs.anatomy.parts import (
     Layer,
@@ -132,7 +133,7 @@ class Interventions:
             what = "NaN or infinity" if before.any() else "nothing but zeros"
             part.why = f"{site} adds {what}, which does not tell what it is"
             return "unknown"
-        changed = _mask_of_tokens_to_change(layer.block.pre.tensor)
+        changed = _mask_of_tokens_to_change(layer.block.pre.tensor).cpu()  # it indexes float64
         reach = float(
             _relative_change_by_token(before, runs.without[site], shape, before)[~changed].max()
         )
@@ -173,8 +174,8 @@ def _relative_change_by_token(
 
     A term may have fewer dimensions than the stream to which it is added.
     """
-    off = reshape_or_expand((after.double() - before.double()).abs(), shape)
-    share = off.amax(-1) / scale.double().abs().max()
+    off = reshape_or_expand((to_float64(after) - to_float64(before)).abs(), shape)
+    share = off.amax(-1) / to_float64(scale).abs().max()
     return share.nan_to_num(nan=math.inf)
 
 

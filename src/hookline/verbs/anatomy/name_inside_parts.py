@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.engine import parse_site, paths_above
+from hookline.statistics.flat_numbers import to_float64
 from hookline.verbs.anatomy.identities import CLOSE, NO_SITE, relative_error, rescale_fit_error
 from hookline.verbs.anatomy.parts import (
     Layer,
@@ -262,7 +263,7 @@ def _expert_choice_error(
 ) -> float:
     chosen = replay_by_token(events, [(start, logits)], wanted)
     same = chosen.sort(-1)[0].flatten() == indices.sort(-1)[0].flatten()
-    return float((~same).double().mean())
+    return float(to_float64(~same).mean())
 
 
 # -- attention ------------------------------------------------------------------------------------
@@ -380,7 +381,8 @@ def _scores_error(scores: Tensor, q: Tensor, k: Tensor) -> float:
     if k.dim() != q.dim() or k.shape[-1] != q.shape[-1] or q.shape[-3] % k.shape[-3]:
         return float("inf")
     k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
-    product, target = (q.double() @ k.double().transpose(-1, -2)), scores.double()
+    product = to_float64(q) @ to_float64(k).transpose(-1, -2)
+    target = to_float64(scores)
     if product.shape != target.shape:
         return float("inf")
     is_seen = target > -9e3  # a mask leaves the others out
@@ -422,8 +424,8 @@ def _softcap_fit_error(x: Tensor, y: Tensor) -> float:
 
 def _softmax_error(pattern: Tensor, scores: Tensor) -> float:
     """Return the error of the softmax; a sink leaves rows that sum to less than 1."""
-    computed = torch.nan_to_num(scores.double().softmax(-1))
-    return relative_error(computed * pattern.double().sum(-1, keepdim=True), pattern)
+    computed = torch.nan_to_num(to_float64(scores).softmax(-1))
+    return relative_error(computed * to_float64(pattern).sum(-1, keepdim=True), pattern)
 
 
 def _elementwise_product_error(out: Tensor, first: Tensor, second: Tensor) -> float:

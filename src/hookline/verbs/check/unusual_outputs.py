@@ -14,6 +14,7 @@ from hookline.engine.pytree import tree
 from hookline.errors import AttachError, warn
 from hookline.statistics.channel_dim import channel_dim
 from hookline.statistics.finiteness import detach_local_numbers, is_measurable
+from hookline.statistics.flat_numbers import to_float64
 from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.verbs.check.finding import CheckFinding
 
@@ -98,7 +99,7 @@ class TraitReader:
             rest = [dim for dim in range(first.dim()) if dim != unit]
             alive = (first != 0).sum(rest) > 0
         if self._has_extremes and first.numel() > 1:
-            extremes = torch.stack(torch.aminmax(first)).double()
+            extremes = to_float64(torch.stack(torch.aminmax(first)))
         return Traits(kinds, alive, extremes)
 
 

@@ -283,7 +283,7 @@ def is_flipped_by_noise(ours: Any, theirs: Any, leaf: Leaf, equal_leaves: Collec
 def _do_scores_explain_choice(scores: tuple[Any, Any], chosen: tuple[Any, Any]) -> bool:
     if not all(isinstance(part, Tensor) and part.is_floating_point() for part in scores):
         return False
-    first, second = (part.to("cpu", torch.float64) for part in scores)
+    first, second = (part.cpu().double() for part in scores)
     if first.shape != second.shape or not first.dim():
         return False
     picked = [_picked_scores(first, indices.cpu().long()) for indices in chosen]

@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import has_numbers, is_plain_eager
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError, StructureError
+from hookline.statistics.flat_numbers import to_float64
 from hookline.verbs.edit.operands import Edit, Operand, explain_errors
 
 # Directions whose singular value is below this many units of rounding count as dependent.
@@ -47,7 +48,9 @@ def steer(direction: Tensor, strength: float | Tensor = 1.0) -> Edit:
         raise _directions_error("steer", "direction", "a vector of shape (n_features,)", direction)
     # Training may begin at zero, and under a transform or compilation no number is read.
     if not direction.requires_grad and has_numbers(direction) and is_plain_eager():
-        _check_finite_nonzero("direction", direction, direction.detach()[None].double().norm(dim=1))
+        _check_finite_nonzero(
+            "direction", direction, to_float64(direction.detach()[None]).norm(dim=1)
+        )
     factor = Operand(strength, "steer")
     is_zero = not isinstance(strength, Tensor) and strength == 0
 
@@ -109,7 +112,7 @@ def project_out(directions: Tensor) -> Edit:
         lengths_along, rows = basis.T, basis
         if directions.requires_grad:
             # Of dependent directions, too, this has a gradient: that of singular vectors has none.
-            rows = directions.reshape(-1, directions.shape[-1]).double()
+            rows = to_float64(directions.reshape(-1, directions.shape[-1]))
             rows = torch.nn.functional.normalize(rows, eps=sys.float_info.min)
             lengths_along = torch.linalg.pinv(rows, rtol=_rounding_tolerance(directions))
         wide = value.to(dtype)
@@ -125,7 +128,7 @@ def _orthonormal_basis(directions: Tensor) -> Tensor:
     Raises:
         AttachError: a number is not finite, or all directions are zero.
     """
-    vectors = directions.detach().reshape(-1, directions.shape[-1]).double()
+    vectors = to_float64(directions.detach().reshape(-1, directions.shape[-1]))
     lengths = vectors.norm(dim=1, keepdim=True)
     vectors = (vectors / lengths)[lengths.squeeze(1) > 0]
     _check_finite_nonzero("directions", directions, lengths)

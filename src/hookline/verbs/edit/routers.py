@@ -14,6 +14,7 @@ from hookline.engine.pytree import describe, leaves
 from hookline.errors import AttachError, StructureError
 from hookline.recordings import Recording
 from hookline.recordings.pass_record import PassRecord
+from hookline.statistics.flat_numbers import to_float64
 from hookline.verbs.edit.compiled_edits import refuse_compiled
 from hookline.verbs.edit.recorded_values import (
     ChangeFromRecording,
@@ -181,7 +182,7 @@ def _check_experts_match_logits(recorded: _RouterOutput, where: str) -> None:
 
 def _check_correlation(logits: Tensor, recorded: Tensor, where: str) -> None:
     """Refuse a recording of other tokens or of another router."""
-    correlation = _logit_correlation(logits.detach().double(), recorded.detach().double())
+    correlation = _logit_correlation(to_float64(logits.detach()), to_float64(recorded.detach()))
     if correlation < _LEAST_CORRELATION:
         raise StructureError(
             f"the logits recorded at {where} must be of the same tokens and router, got a"

@@ -21,6 +21,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import tree
 from hookline.statistics.finiteness import Measure, detach_local_numbers, is_measurable, probe_sum
+from hookline.statistics.flat_numbers import to_float64
 from hookline.util.fork_safe_lock import fork_safe_lock
 from hookline.verbs.shared.model_state import (
     Buffer,
@@ -241,6 +242,6 @@ def _are_same(first: Tensor, again: Tensor, output: Any, *, is_compiled: bool) -
     parts = [
         detach_local_numbers(tensor) for _, tensor in tree.tensors(output) if is_measurable(tensor)
     ]
-    size = sum(float(tensor.abs().double().sum()) for tensor in parts)
+    size = sum(float(to_float64(tensor.abs()).sum()) for tensor in parts)
     is_half = any(tensor.dtype.itemsize <= 2 for tensor in parts)
     return abs(float(again - first)) <= size * (_ROUNDING_OF_HALF if is_half else _ROUNDING)

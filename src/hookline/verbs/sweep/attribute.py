@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hookline.engine import Selector, module_tree
 from hookline.errors import InputError, check_option_names, check_positive_int
+from hookline.statistics.flat_numbers import to_float64
 from hookline.statistics.site_dict import SiteDict
 from hookline.verbs.shared.run_model import Inputs, call_model, copy_inputs
 from hookline.verbs.shared.run_settings import RandomStates, generators_of
@@ -218,7 +219,7 @@ def _sum_scores_of_parts(
     for group in grid.groups:
         for point in group.points:
             (change,) = point.changes
-            sums[point.index] = float(scores[str(change.site)][change.where].double().sum())
+            sums[point.index] = float(to_float64(scores[str(change.site)][change.where]).sum())
             is_part[point.index] = True
     return sums, is_part
 

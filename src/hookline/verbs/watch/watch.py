@@ -318,6 +318,8 @@ def _blocks_text(blocks: QueryBlocks) -> str:
     def parts() -> Iterator[Tensor]:
         for block in blocks:
             numbers = unwrap_all_transforms(local_shards(block)).reshape(-1)
+            if numbers.device.type == "mps":  # it has no float64
+                numbers = numbers.cpu()
             means.append(numbers.mean(dtype=torch.float64).item())
             yield from map(Tensor.double, torch.split(numbers, BLOCK_NUMEL))
             del block, numbers  # frees them, before the next block is made

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hookline.errors import HooklineError
+from hookline.statistics.flat_numbers import to_float64
 from hookline.statistics.value_statistics import main_tensor
 from hookline.views.page.module_rows import Row
 from hookline.views.page.value_entries import ValueEntry
@@ -144,4 +145,4 @@ def _read_main_tensor(entry: ValueEntry) -> Tensor:
     tensor = main_tensor(entry.recorded.read())
     if tensor is None:
         raise TypeError("the value holds no tensor.")
-    return tensor.detach().double()
+    return to_float64(tensor.detach())

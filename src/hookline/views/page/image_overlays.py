@@ -121,7 +121,7 @@ def norm_maps(
         for name, value in alike
     ]
     small = [(name, shrink(norm[None], limits.side)[0]) for name, norm in norms]
-    before = values[0][1][sample, : grid.n_prefix]
+    before = values[0][1][sample, : grid.n_prefix].detach().cpu()  # MPS has no float64
     prefix = vector_norm(before, dim=-1, dtype=torch.float64).tolist() if grid.n_prefix else []
     return quantise(small, limits.bits) | {
         "kind": "norm",
