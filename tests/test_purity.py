@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import textwrap
+from pathlib import Path
 
 import pytest
 
+import hookline as hl
 from warm import run_python
 
 pytestmark = pytest.mark.processes
@@ -92,3 +95,25 @@ def test_the_import_of_rich_draws_no_random_number(use, tmp_path):
     code = textwrap.dedent(DRAWS).replace("USE", use)
     done = run_python("-c", code, tmp_path / "features")
     assert done.returncode == 0, done.stderr
+
+
+FROM_ZIP = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    import hookline as hl
+    from hookline.models import load_demo_digits, load_model
+    assert hl.__file__.startswith(sys.argv[1]), hl.__file__
+    model, (x, labels) = load_model("demo:digits").model, load_demo_digits()
+    with hl.record(model, "block*") as run:
+        assert model(x).argmax(1).equal(labels)
+    hl.write_page(run, sys.argv[2])
+"""
+
+
+def test_the_package_works_from_a_zip_file(tmp_path):
+    package = Path(hl.__file__).parent
+    zipped = shutil.make_archive(str(tmp_path / "hookline"), "zip", package.parent, package.name)
+    page = tmp_path / "page.html"
+    done = run_python("-c", textwrap.dedent(FROM_ZIP), zipped, page)
+    assert done.returncode == 0, done.stderr
+    assert "DigitsNet" in page.read_text("utf-8")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 
 from hookline.models.demo.net import DigitsNet
@@ -17,7 +17,7 @@ from hookline.models.preprocessing import to_8_bits
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_FOLDER = Path(__file__).parent
+_FOLDER = resources.files("hookline.models.demo")  # which may lie in a zip file
 
 
 def load_demo_digits() -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def load_demo_digits() -> tuple[Tensor, Tensor]:
         The pictures, shape `(8, 1, 8, 8)`, float32 from 0 (dark) to 1 (light), and their labels,
         shape `(8,)`, int64.
     """
-    samples = load_file(_FOLDER / "samples.safetensors")
+    samples = load((_FOLDER / "samples.safetensors").read_bytes())
     return samples["images"], samples["labels"]
 
 
@@ -64,7 +64,7 @@ def load_digits_net(*, default_weights: bool = True) -> DigitsNet:
     """
     net = DigitsNet()
     if default_weights:
-        net.load_state_dict(load_file(_FOLDER / "digits.safetensors"))
+        net.load_state_dict(load((_FOLDER / "digits.safetensors").read_bytes()))
     return net.eval()
 
 

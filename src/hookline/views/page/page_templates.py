@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from pathlib import Path
+from importlib import resources
 from typing import Any
 
 from hookline.display.text import escape_invisible
@@ -12,7 +12,7 @@ from hookline.util.optional_imports import require
 from hookline.util.version import VERSION
 from hookline.views.pixels import PAGE_NEEDS
 
-FOLDER = Path(__file__).parent / "templates"
+_FOLDER = resources.files("hookline.views.page") / "templates"  # which may lie in a zip file
 # What each kind of page is made of, beside its own folder. Every kind has one set of tokens, one
 # frame and one client.
 _EVERY = ("shared/tokens.css", "shared/frame.css", "shared/page.js")
@@ -66,7 +66,7 @@ def load_template(kind: str) -> Any:
     """
     jinja2 = require("jinja2", *PAGE_NEEDS)
     templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER),
+        loader=jinja2.FunctionLoader(_read_file),
         autoescape=True,
         finalize=_escape_if_text,
         undefined=jinja2.StrictUndefined,
@@ -106,4 +106,4 @@ def _csp_hash(text: str) -> str:
 
 
 def _read_file(name: str) -> str:
-    return (FOLDER / name).read_text("utf-8")
+    return (_FOLDER / name).read_text("utf-8")
