@@ -80,3 +80,11 @@ def test_a_missing_weights_file_is_found_before_the_model(said):
     with pytest.raises(ModelError, match=r"the checkpoint never\.pt is not there") as raised:
         load_model("package_that_is_not_there:make", weights="never.pt")
     said(raised)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"), [("~nobody-here/x.py:make", "default"), ("demo:digits", "~nobody-here/w")]
+)
+def test_a_home_that_is_not_known_is_part_of_the_path(name, weights):
+    with pytest.raises(ModelError, match="~nobody-here/"):
+        load_model(name, weights=weights)

@@ -99,7 +99,7 @@ def _open_data(loaded: LoadedModel, data: str) -> Any:
     """Return what `hl.extract` takes; float64 of a file of NumPy as the model's float32."""
     if data == "demo" and loaded.name == "demo:digits":
         return load_demo_digits()[0]
-    path = Path(data).expanduser().absolute()
+    path = Path(os.path.expanduser(data)).absolute()
     if path.suffix.lower() in OF_NUMPY and is_file(path):
         content, is_converted = open_and_cast_arrays(path, loaded.model)
         if is_converted:

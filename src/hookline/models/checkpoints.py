@@ -49,7 +49,7 @@ def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
         ModelError: the file does not exist, has another suffix, needs unpickling, is broken, or
             holds no state dict.
     """
-    path = Path(file).expanduser()
+    path = Path(os.path.expanduser(file))
     if not is_file(path):
         raise ModelError(
             f"the checkpoint {printable(path)} {why_no_file(path)}.\n"

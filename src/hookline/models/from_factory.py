@@ -42,7 +42,7 @@ def load_file_factory(file: str, factory: str) -> LoadedModel:
         ModelError: the file or the name does not exist, running the file or calling the factory
             fails, or the result is not an `nn.Module`.
     """
-    path = Path(file).expanduser()
+    path = Path(os.path.expanduser(file))
     if not is_file(path):
         files = [name for name in names_in(path.parent) if name.endswith(".py")]
         close = difflib.get_close_matches(path.name, files, n=3, cutoff=0.7)

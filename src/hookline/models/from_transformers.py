@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,7 @@ def load_transformers(place: str, *, default_weights: bool) -> LoadedModel:
     """
     name = f"hf:{place}"
     transformers = import_package("transformers", name)
-    folder = Path(place).expanduser()
+    folder = Path(os.path.expanduser(place))
     is_local = is_folder(folder)
     options: dict[str, Any] = {"trust_remote_code": False}
     if is_local:
