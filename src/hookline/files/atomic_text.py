@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
 from hookline.errors import FolderError
+from hookline.files.local_files import replace_file
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -23,7 +23,7 @@ def write_atomically(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         part.write_text(text, **write)
-        os.replace(part, path)
+        replace_file(part, path)
     finally:
         part.unlink(missing_ok=True)
 

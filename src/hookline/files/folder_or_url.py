@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 from hookline.display.text import first_line, type_and_line
 from hookline.errors import FolderError
 from hookline.files.folder_lock import FolderLock, flock, is_open_file_at
-from hookline.files.local_files import FileState, MappedFile, file_state, open_regular, sync_folder
+from hookline.files.local_files import (
+    FileState,
+    MappedFile,
+    file_state,
+    open_regular,
+    replace_file,
+    sync_folder,
+)
 from hookline.files.unreadable_or_damaged import UnreadableError
 
 _PART = ".part"
@@ -203,7 +210,7 @@ class LocalPlace:
 
     def move(self, name: str, to: str) -> None:
         """Give a file another name, durably; an older file of that name is replaced."""
-        (self.folder / name).replace(self.folder / to)
+        replace_file(self.folder / name, self.folder / to)
         sync_folder(self.folder)
 
     def _check_still_locked(self) -> None:

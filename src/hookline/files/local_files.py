@@ -6,10 +6,13 @@ import errno
 import mmap
 import os
 import stat
+import time
 from pathlib import Path
 from typing import final
 
 FileState = tuple[int, ...]
+# Windows renames no file that a program has open, such as one that scans what is new.
+_PAUSES_S = (0.01, 0.05, 0.2, 0.5, 1.0) if os.name == "nt" else ()
 _WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # as of some network shares
 
 
@@ -27,6 +30,22 @@ def open_regular(path: Path) -> int:
     os.close(handle)
     kind = "folder" if stat.S_ISDIR(mode) else "pipe" if stat.S_ISFIFO(mode) else "device"
     raise ValueError(f"{path.name} must be a regular file, got a {kind}")
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Rename a file, and replace an older one; wait a little on Windows while one is open.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    for pause in _PAUSES_S:
+        try:
+            source.replace(target)
+        except PermissionError:
+            time.sleep(pause)
+        else:
+            return
+    source.replace(target)
 
 
 def sync_folder(path: Path) -> None:

@@ -25,6 +25,7 @@ from hookline.engine import module_tree, path_text
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError, ModelError, NonFiniteError
 from hookline.files.folder_or_url import as_local_path
+from hookline.files.local_files import replace_file
 from hookline.files.unreadable_or_damaged import DAMAGE
 from hookline.recordings.encoding import decode, encode
 from hookline.verbs.check.finding import CheckFinding
@@ -85,7 +86,7 @@ class SavedCall:
             with TemporaryDirectory(prefix=".part", dir=folder) as part:
                 save_file(tensors, Path(part, "whole"), metadata={_KEY: text})
                 path = _reserve_file(folder, name)
-                os.replace(Path(part, "whole"), path)
+                replace_file(Path(part, "whole"), path)
         except (OSError, SafetensorError) as error:
             raise FolderError(
                 f"{folder / name} cannot be written: {first_line(error)}."
