@@ -7,6 +7,7 @@ from threading import Event
 
 import pytest
 
+from hookline.views.page import limited_server
 from hookline.views.page.asgi_app import PageHandlers
 from hookline.views.page.limited_server import SECONDS, WaitLimits
 
@@ -138,3 +139,12 @@ def test_a_request_is_answered_however_long_that_takes(served, runs, connect, mo
 def test_the_time_is_ten_seconds_unless_said():
     assert SECONDS == 10
     assert WaitLimits()._seconds == SECONDS
+
+
+@pytest.mark.parametrize(("system", "is_shared"), [("posix", True), ("nt", False)])
+def test_only_where_it_is_safe_a_port_is_taken_again(monkeypatch, system, is_shared):
+    with monkeypatch.context() as context:
+        context.setattr(limited_server.os, "name", system)
+        listener = limited_server._listen_on_free_port("127.0.0.1", 0)
+    with listener:
+        assert bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)) is is_shared

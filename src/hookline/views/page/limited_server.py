@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import secrets
 import socket
 import threading
@@ -187,8 +188,10 @@ def _listen_on_free_port(host: str, port: int) -> socket.socket:
     for number in range(port, min(port + _PORTS, 65536) if port else 1):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
-        # Without this, a port would stay taken for a minute after its server has ended.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Without this, a port would stay taken for a minute after its server has ended. On Windows
+        # two servers could then listen on one port.
+        if os.name != "nt":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host.strip("[]"), number))
             listener.listen(128)
