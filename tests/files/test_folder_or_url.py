@@ -225,3 +225,18 @@ def test_a_share_that_syncs_no_folders_can_be_written(tmp_path, monkeypatch, num
     monkeypatch.setattr(os, "fsync", sync_files_alone)
     with nullcontext() if is_written else pytest.raises(hl.FolderError, match="cannot write"):
         LocalPlace(tmp_path).write("x", [b"new"])
+
+
+def test_a_locked_folder_that_nfs_lost_is_noticed(tmp_path, monkeypatch):
+    status = os.stat
+
+    def stat_as_nfs(path, **kwargs):
+        if str(path).endswith(".lock"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return status(path, **kwargs)
+
+    place = LocalPlace(tmp_path / "store")
+    with locked(place), monkeypatch.context() as context:
+        context.setattr(os, "stat", stat_as_nfs)
+        with pytest.raises(hl.FolderError, match="must stay where it is"):
+            place.write("x", [b"a"])

@@ -32,6 +32,7 @@ _OWNER = re.compile(r"process (\d{1,9}) on (.+)\n(\S*) (\S*)\n")
 _OWNER_BYTES = 1024
 _HELD = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
 _WITHOUT_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # the last one of NFS
 _MOST_TRIES = 10  # each but the last removes the file of a process that has ended
 
 
@@ -252,7 +253,9 @@ def is_open_file_at(handle: ForkSafeHandle, path: Path) -> bool:
     """Return whether an open file or folder is still the one at a path."""
     try:
         return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
         return False
 
 
