@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import math
 import re
@@ -240,3 +241,17 @@ def test_a_missing_pandas_is_said(model, monkeypatch):
     with pytest.raises(ModuleNotFoundError) as caught:
         hl.inventory(model).to_pandas()
     assert str(caught.value) == "to_pandas() needs pandas.\nRun pip install pandas."
+
+
+@pytest.mark.parametrize(
+    ("encoding", "sign"), [("utf-8", "● error"), ("cp1252", "* error"), ("ascii", "* error")]
+)
+def test_a_result_is_printed_where_stdout_lacks_its_signs(monkeypatch, encoding, sign):
+    norm = nn.LayerNorm(4, eps=0)
+    with hl.record(norm) as run:
+        norm(torch.zeros(2, 4))
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    with monkeypatch.context() as context:
+        context.setattr(sys, "stdout", stdout)
+        print(run.findings(), flush=True)
+    assert sign in stdout.buffer.getvalue().decode(encoding)

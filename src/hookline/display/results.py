@@ -19,6 +19,7 @@ from hookline.display.wrapped_text import (
     Cell,
     Line,
     cell_lines,
+    replace_missing_signs,
     terminal_width,
     wrap_cell,
     wrap_titled,
@@ -166,7 +167,7 @@ class Result(ABC):
 
     def __str__(self) -> str:
         """Return the text, as wide as the terminal; 80 characters where there is none."""
-        return self._printout().text()
+        return replace_missing_signs(self._printout().text())
 
     def __repr__(self) -> str:
         return str(self)

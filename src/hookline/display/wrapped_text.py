@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -13,6 +14,10 @@ from hookline.display.text import escape_invisible, escape_to_one_line
 
 LEAST_WIDTH = 40
 _TEXT_WIDTH = 80
+
+# The signs that results have in their texts, and one of ASCII for each.
+_SIGNS = "●▲○…·▁▂▃▄▅▆▇█"
+_PLAIN_SIGNS = "*!o~._.-:=+*#"
 
 # A text, or lines of it, each with its style in a terminal. Neither is parsed as markup.
 Cell = str | Sequence[tuple[str, str]]
@@ -70,6 +75,27 @@ def text_width(text: str) -> int:
         0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "FW")
         for char in text
     )
+
+
+def replace_missing_signs(text: str) -> str:
+    """Replace the signs of hookline that stdout cannot encode, such as cp1252 on Windows."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text if _is_encodable(text, encoding) else text.translate(_plain_signs(encoding))
+
+
+@functools.cache
+def _plain_signs(encoding: str) -> dict[int, str]:
+    """Return what stands for each sign that an encoding lacks."""
+    pairs = zip(_SIGNS, _PLAIN_SIGNS, strict=True)
+    return {ord(sign): plain for sign, plain in pairs if not _is_encodable(sign, encoding)}
+
+
+def _is_encodable(text: str, encoding: str) -> bool:
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def terminal_width() -> int:
