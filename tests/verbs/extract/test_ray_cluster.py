@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import hookline as hl
 from hookline.files.folder_or_url import as_place
@@ -57,3 +59,16 @@ def test_each_machine_has_as_many_actors_as_it_has_room_for():
         max_actors(nodes({"CPU": 2.0}, {"CPU": 2.0}), 4, "cpu")
     with pytest.raises(hl.RanksError, match="must have a GPU for a model on one"):
         max_actors(nodes({"CPU": 8.0}), 4, "cuda")
+
+
+def test_a_cluster_starts_where_python_tells_no_affinity(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS and Windows
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started = []
+    fake = SimpleNamespace(
+        is_initialized=lambda: False,
+        init=lambda **options: started.append(options["num_cpus"]),
+        shutdown=lambda: None,
+    )
+    with ray_cluster(fake):
+        assert started == [max(os.cpu_count() or 1, torch.get_num_threads())]

@@ -49,8 +49,7 @@ def ray_cluster(ray: Any) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address in (None, "", "local"):
-        n_cpus = max(len(os.sched_getaffinity(0)), torch.get_num_threads())
-        options |= {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
+        options |= {"address": "local", "num_cpus": _count_cpus(), "include_dashboard": False}
     else:
         _check_reachable(address)
     with _restore_process_state():
@@ -59,6 +58,13 @@ def ray_cluster(ray: Any) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def _count_cpus() -> int:
+    """Count the CPUs that this process may use; macOS and Windows tell those of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(len(os.sched_getaffinity(0)), torch.get_num_threads())
+    return max(os.cpu_count() or 1, torch.get_num_threads())
 
 
 def _connect(ray: Any, options: dict[str, Any], address: str) -> None:
