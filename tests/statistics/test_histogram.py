@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -138,3 +140,14 @@ def test_quantiles_print_and_tell_which_they_are():
 def test_an_argument_out_of_range_is_refused(make, message):
     with pytest.raises(hl.InputError, match=message):
         make()
+
+
+def test_bars_are_of_ascii_where_stdout_lacks_the_others(monkeypatch):
+    statistic = hl.stats.histogram()
+    values = torch.tensor([1.0, 2.0, 2.0])
+    result = statistic.result(statistic.update(statistic.start(values), values))
+    with monkeypatch.context() as context:
+        context.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="cp1252"))
+        text = str(result)
+    assert text.encode("cp1252").count(b"#") == 1
+    assert str(result).count("█") == 1

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.units import measure
+from hookline.display.wrapped_text import replace_missing_signs
 from hookline.errors import InputError
 from hookline.statistics.flat_numbers import (
     SumsAndExtremes,
@@ -105,7 +106,7 @@ class Histogram:
         top = max(counts)
         bars = "".join(_BARS[-(-7 * count // top)] if count else " " for count in counts)
         ends = (measure(self.edges[place]) for place in (filled[0], filled[-1] + 1))
-        return f"{text}\n{next(ends)} {bars} {next(ends)}"
+        return replace_missing_signs(f"{text}\n{next(ends)} {bars} {next(ends)}")
 
 
 class BinnedStatistic(SumsAndExtremes):
