@@ -37,8 +37,10 @@ class Float32Device(TorchFunctionMode):
         if function is Tensor.cpu:
             return self._put_on_cpu(first if is_on_cpu else first.clone())
         result = function(*args, **kwargs)
-        if isinstance(result, Tensor) and is_on_cpu:
-            return self._put_on_cpu(result)
+        if is_on_cpu:
+            for part in result if isinstance(result, tuple) else (result,):
+                self._put_on_cpu(part)
+            return result
         if isinstance(result, Tensor) and result.dtype in _WIDE:
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
         return result
@@ -47,9 +49,10 @@ class Float32Device(TorchFunctionMode):
         known = self._on_cpu.get(id(tensor))
         return tensor.dtype in _WIDE or (known is not None and known() is tensor)
 
-    def _put_on_cpu(self, tensor: Tensor) -> Tensor:
-        self._on_cpu[id(tensor)] = weakref.ref(tensor)
-        return tensor
+    def _put_on_cpu(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self._on_cpu[id(value)] = weakref.ref(value)
+        return value
 
 
 def _kind(argument: Any) -> torch.device | None:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.watch.watch import _mean_and_std
+from float32_device import Float32Device
+from hookline.verbs.watch.watch import _blocks_text, _mean_and_std
 from second_thread import Meanwhile
 
 
@@ -201,3 +202,13 @@ def test_nan_in_another_tensor_of_a_value_is_said(capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert "mean 1  std 0  NaN or inf in [1].a" in first
     assert "NaN" not in second
+
+
+def test_a_pattern_has_numbers_on_a_device_without_float64():
+    class Blocks(list):
+        shape, dtype = torch.Size((2, 2)), torch.float32
+
+    blocks = Blocks([torch.tensor([[0.0, 1.0]]), torch.tensor([[2.0, 3.0]])])
+    with Float32Device():
+        text = _blocks_text(blocks)
+    assert text.endswith("float32  mean 1.5  std 1.118")
