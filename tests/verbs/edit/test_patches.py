@@ -65,7 +65,7 @@ def test_generate_with_the_values_of_its_own_steps(name):
 @torch.no_grad()
 def test_other_runs_are_refused_with_drafted_tokens():
     model, site, ids = tiny("llama"), "model.layers.1", OTHER[:1]
-    options = {"max_new_tokens": 7, "do_sample": False}
+    options = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": 48}
     with hl.record(model, site) as run:
         model.generate(IDS[:1], **options)
     with hl.edit(model, site, hl.edits.patch(run), at=3):  # of the prompt
