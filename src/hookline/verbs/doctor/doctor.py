@@ -204,8 +204,9 @@ def _module_called_in_one_run_only(
 
 def _newly_called(node: ModuleNode, facts: Facts) -> bool:
     """Tell whether a module that was not called before was called where uses were observed."""
-    use, has_run = facts.observations.used.get(id(node.module)), facts.observations.ran
-    return use is not None and use.within == node.path and id(node.module) not in has_run
+    key, observations = id(node.module), facts.observations
+    use = observations.used.get(key)
+    return use is not None and use.within == node.path and key not in observations.ran
 
 
 def _find_module_differing_with_hooks(
