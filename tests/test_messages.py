@@ -156,6 +156,14 @@ def test_arguments_of_other_packages_have_the_name_here(net, verb, arguments, ad
     assert not hl.inventory(net).to_dict()["hooks"]
 
 
+def test_advice_names_no_argument_that_a_verb_lacks(net):
+    with pytest.raises(TypeError) as caught:
+        hl.sweep(net, None, "fc", float, position=1)
+    assert str(caught.value).startswith(
+        "hl.sweep() got an unexpected keyword argument 'position'.\nGive some of each=, clean="
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     [

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -141,12 +142,14 @@ _OTHER_ARGUMENTS = {
     "reshape_transform": "Write reshape=.",
     "aug_smooth eigen_smooth": "hl.cam smooths no maps.",
 }
+_ARGUMENT = re.compile(r"(\w+)=")
 
 
-def _advice_for_argument(name: str, names: Sequence[str]) -> str:
+def _advice_for_argument(name: str, names: Sequence[str], arguments: Set[str]) -> str:
     """Return what to write in place of an unknown keyword argument, if that is known."""
     for others, advice in _OTHER_ARGUMENTS.items():
-        if name in others.split():
+        is_for_verb = "hl." in advice or arguments >= set(_ARGUMENT.findall(advice))
+        if name in others.split() and is_for_verb:
             return f" {advice}"
     close = difflib.get_close_matches(name, names, 1)
     return f" Did you mean {close[0]}=?" if close else ""
@@ -166,14 +169,14 @@ def check_option_names(
     """
     for name in options:
         if name not in allowed:
-            parameters = inspect.signature(verb).parameters.values()
-            own = [value.name for value in parameters if value.kind is value.KEYWORD_ONLY]
+            parameters = inspect.signature(verb).parameters
+            own = [value.name for value in parameters.values() if value.kind is value.KEYWORD_ONLY]
             names = [*own, *allowed]
             listed = ", ".join(f"{option}=" for option in names)
             ending = f"\nGive some of {listed}." if names else ""
             raise TypeError(
                 f"hl.{verb.__name__}() got an unexpected keyword argument {name!r}."
-                f"{_advice_for_argument(name, names)}{ending}"
+                f"{_advice_for_argument(name, names, {*parameters, *allowed})}{ending}"
             )
 
 
