@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any, NamedTuple
 
 from hookline.display.text import escape_invisible
+from hookline.util.arguments_elsewhere import advice_for_argument
 
 
 class HooklineError(Exception):
@@ -120,41 +120,6 @@ def check_int_from_zero(name: str, got: Any, fix: str) -> None:
         raise InputError(f"{name} must be an integer from 0 on, got {got!r}.\n{fix}")
 
 
-# Arguments of other packages, such as torchinfo, wandb, baukit, TransformerLens and grad-cam.
-_OTHER_ARGUMENTS = {
-    "layer_name layers names_filter return_nodes": "Give the modules as the selector.",
-    "stop stop_at_layer": "hl.features(model, inputs, selector) stops after the last module.",
-    "incl_bwd retain_grad": "Write ports=('output', 'grad_output').",
-    "retain_input": "Write ports=('input', 'output').",
-    "clone": "Write copy=True.",
-    "pos_slice": "Write keep=lambda t: t[:, -1].",
-    "pos position": "Write at=.",
-    "edit_output fwd_hooks": "Write hl.edit(model, selector, change).",
-    "baselines": "Give the baseline as inputs, and the inputs as clean=.",
-    "log": "Write ports=('grad', 'value').",
-    "log_freq": "Write every=100.",
-    "input_data": "Write hl.summary(model, inputs).",
-    "input_size": "Write hl.summary(model, torch.rand(1, 3, 224, 224)).",
-    "col_names": "print(table) shows all columns, table.to_pandas() is a data frame.",
-    "depth": "Write hl.summary(model, inputs).fold(2).",
-    "target_layers": "Write layer=.",
-    "targets": "Write target=, a class or one for each image.",
-    "reshape_transform": "Write reshape=.",
-    "aug_smooth eigen_smooth": "hl.cam smooths no maps.",
-}
-_ARGUMENT = re.compile(r"(\w+)=")
-
-
-def _advice_for_argument(name: str, names: Sequence[str], arguments: Set[str]) -> str:
-    """Return what to write in place of an unknown keyword argument, if that is known."""
-    for others, advice in _OTHER_ARGUMENTS.items():
-        is_for_verb = "hl." in advice or arguments >= set(_ARGUMENT.findall(advice))
-        if name in others.split() and is_for_verb:
-            return f" {advice}"
-    close = difflib.get_close_matches(name, names, 1)
-    return f" Did you mean {close[0]}=?" if close else ""
-
-
 def check_option_names(
     verb: Callable[..., Any], options: Collection[str], allowed: Collection[str] = ()
 ) -> None:
@@ -172,12 +137,14 @@ def check_option_names(
             parameters = inspect.signature(verb).parameters
             own = [value.name for value in parameters.values() if value.kind is value.KEYWORD_ONLY]
             names = [*own, *allowed]
-            listed = ", ".join(f"{option}=" for option in names)
-            ending = f"\nGive some of {listed}." if names else ""
-            raise TypeError(
-                f"hl.{verb.__name__}() got an unexpected keyword argument {name!r}."
-                f"{_advice_for_argument(name, names, {*parameters, *allowed})}{ending}"
-            )
+            close = difflib.get_close_matches(name, names, 1)
+            advice = advice_for_argument(name, {*parameters, *allowed})
+            if not advice and close:
+                advice = f"Did you mean {close[0]}=?"
+            sentences = [f"hl.{verb.__name__}() got an unexpected keyword argument {name!r}."]
+            sentences += [advice] * bool(advice)
+            ending = f"\nGive some of {', '.join(f'{option}=' for option in names)}."
+            raise TypeError(" ".join(sentences) + ending * bool(names))
 
 
 class HooklineWarning(UserWarning):

@@ -286,7 +286,7 @@ def test_first_blocks_that_are_frozen_are_meant_to_be(frozen, level):
         model(torch.ones(2, 4)).square().sum().backward()
     (finding,) = [finding for finding in run.findings() if finding.kind == "frozen"]
     assert (finding.site, finding.level) == (f"{frozen[0]}.weight:grad", level)
-    assert finding.advice == "Look at what froze it, unless it is meant."
+    assert finding.advice == "Look at what froze it, unless that was on purpose."
 
 
 def test_near_uniform_attention_is_no_outlier():

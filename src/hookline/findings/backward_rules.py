@@ -116,7 +116,7 @@ def frozen_parameters(survey: Survey, has_forward_fault: bool) -> Iterator[Findi
     text, why = f"{path} gets no gradient, unlike its siblings.", f"{why.capitalize()}."
     level: Level = "warning"
     if "frozen" in why:
-        advice = "Look at what froze it, unless it is meant."
+        advice = "Look at what froze it, unless that was on purpose."
         if _are_first_blocks_frozen(survey, dict(odd)):
             level = "note"
     elif path in {reading.path for reading in is_zero}:

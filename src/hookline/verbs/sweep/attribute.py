@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hookline.engine import Selector, module_tree
-from hookline.errors import InputError, check_option_names, check_positive_int
+from hookline.errors import (
+    InputError,
+    check_int_from_zero,
+    check_option_names,
+    check_positive_int,
+)
 from hookline.statistics.flat_numbers import to_float64
 from hookline.statistics.site_dict import SiteDict
 from hookline.verbs.shared.run_model import Inputs, call_model, copy_inputs
@@ -192,8 +197,7 @@ def _check_options(options: AttributeOptions) -> None:
         raise InputError(
             "along must come with steps, got none.\nGive steps=32, the number of points on the way."
         )
-    if isinstance(n_checked, bool) or not isinstance(n_checked, int) or n_checked < 0:
-        raise InputError(f"check must be a number of changes, got {n_checked!r}.\nGive check=20.")
+    check_int_from_zero("check", n_checked, "Give check=20, the number of changes to measure.")
 
 
 def _midpoints(steps: int) -> list[float]:
