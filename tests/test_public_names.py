@@ -299,7 +299,7 @@ def test_importing_hookline_imports_no_verb():
     code = "import sys, hookline; print([name for name in sys.modules if name[:9] == 'hookline.'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = (
-        "display", "display.text", "errors", "util", "util.preserve_python_rng",
-        "util.lazy_imports", "util.version",
+        "display", "display.text", "util", "util.arguments_elsewhere", "errors",
+        "util.preserve_python_rng", "util.lazy_imports", "util.version",
     )  # fmt: skip
     assert done.stdout.strip() == str([f"hookline.{name}" for name in names])
